@@ -1,0 +1,78 @@
+# `make demo` and `make test` build what they need; a second run builds nothing.
+#
+#   demo      an asynchronous training run, measured (ARGS="..." for its options)
+#   test      lint, types, the core's tests, the engine tests under both vLLM versions
+#   test-all  the same with the tests marked slow
+#   bench     the benchmarks: ratios, each taken in one run
+#   lint, types, format, clean
+
+PYTHON ?= python3.11
+ARGS ?=
+NOT_SLOW = and not slow
+
+NEW := .venv
+OLD := .venv-vllm029
+ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests)
+
+# vLLM on a machine without a GPU; nothing here reports home or asks a model hub.
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+export VLLM_HOST_IP ?= 127.0.0.1
+export OMP_NUM_THREADS ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+export HF_HUB_OFFLINE ?= 1
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+export MLFLOW_DISABLE_TELEMETRY ?= true
+export RAY_USAGE_STATS_ENABLED ?= 0
+export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
+
+.PHONY: demo test test-all core-tests engine-tests engine-tests-029 lint types format bench clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(NEW)/.ready
+	$(NEW)/bin/python examples/async_grpo.py $(ARGS)
+
+test: lint types core-tests engine-tests engine-tests-029
+
+test-all: NOT_SLOW =
+test-all: test
+
+core-tests: $(NEW)/.ready
+	$(NEW)/bin/python -m pytest -m "not engine $(NOT_SLOW)"
+
+engine-tests: $(NEW)/.ready
+	$(NEW)/bin/python -m pytest -m "engine $(NOT_SLOW)" $(ENGINE_TESTS)
+
+engine-tests-029: $(OLD)/.ready
+	$(OLD)/bin/python -m pytest -m "engine $(NOT_SLOW)" $(ENGINE_TESTS)
+
+lint: $(NEW)/.ready
+	$(NEW)/bin/ruff check .
+	$(NEW)/bin/ruff format --check .
+
+types: $(NEW)/.ready
+	$(NEW)/bin/mypy
+	$(NEW)/bin/pyright
+
+format: $(NEW)/.ready
+	$(NEW)/bin/ruff check --fix .
+	$(NEW)/bin/ruff format .
+
+bench: $(NEW)/.ready
+	set -e; for script in tests/bench/bench_*.py; do $(NEW)/bin/python $$script; done
+
+clean:
+	rm -rf $(NEW) $(OLD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# An environment is made anew when its lock changes; this package is linked into it anew when its
+# metadata changes.
+$(NEW)/.packages: .ci/locks/vllm-0.32.txt
+	@sh .ci/environment "$(PYTHON)" $(NEW) $< --editable ".[vllm,ray,wandb,mlflow,trl,report,dev]"
+
+$(OLD)/.packages: .ci/locks/vllm-0.29.txt
+	@sh .ci/environment "$(PYTHON)" $(OLD) $< --editable ".[vllm]" vllm==0.29.0 pytest hypothesis "setuptools>=77"
+
+%/.ready: %/.packages setup.cfg pyproject.toml
+	@$*/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
