@@ -1,0 +1,534 @@
+"""The object that a user adds to a trainer: hooks in, events out.
+
+It translates, writes and notifies; it does no arithmetic. No hook raises, stalls or stops training
+unless the user asked for ``strict=True``. Where each hook fires in an asynchronous loop:
+
+    with StalenessCallback(engines=[engine]) as staleness:
+        rollout:   with staleness.group() as group:      # requests in here are calls of this group
+                       sample
+                   staleness.on_publish(group)           # before a trainer can take it
+        train:     take groups, update the policy
+                   staleness.on_step(groups)             # after the step's last update
+        refit:     pause generation
+                   staleness.on_refit_paused()           # after the pause, before the weights move
+                   move weights
+                   staleness.on_refit_done()             # after the weights, before the resume
+                   resume generation
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from rl_staleness.engines import Capture, Engine, LiveCall, captured
+from rl_staleness.events import (
+    SCHEMA,
+    Call,
+    Event,
+    GroupDropped,
+    GroupPublished,
+    RunFinished,
+    RunStarted,
+    StepTrained,
+    ViolationFound,
+)
+from rl_staleness.guard import Guard
+from rl_staleness.pauses import Answer, Cuts, Pauses
+from rl_staleness.publication import Content, Masks, content_of, mask_of
+from rl_staleness.ranges import Segment
+from rl_staleness.recorder import Recorder
+from rl_staleness.staleness import StepStaleness
+
+__all__ = ["Group", "Sink", "StalenessCallback"]
+
+Sink = Callable[[StepStaleness], None]
+"""Is told every step; what it raises is logged once with its traceback, then counted."""
+
+_log = logging.getLogger(__name__)
+
+
+class Group:
+    """What is published, trained or dropped as one; its calls gather while it is open."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.capture = Capture()
+        self._records: list[Call] = []
+
+    @property
+    def calls(self) -> list[LiveCall | Call]:
+        """Its calls: those captured in this process, then those added."""
+        return [*self.capture.calls, *self._records]
+
+    def add(self, records: Iterable[Call]) -> None:
+        """Add calls that were captured in another process."""
+        self._records.extend(records)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, {len(self.calls)} calls)"
+
+
+class StalenessCallback:
+    """Measures exactly how off-policy each training batch was.
+
+    Args:
+        engines: the engines that are paused and refitted; `attach` takes more until the run starts.
+        trace: where the evidence is written; None writes nothing.
+        run: the run's identity; with that of the trace that stands there, the run goes on.
+        version: policy updates in the weights that the run starts from; default 0, or what the
+            trace of the same run says.
+        step: number of the first step; default 1, or what the trace says.
+        sinks: told every step, in this order.
+        timeout: seconds that a refit waits for an engine to take notice.
+        strict: let hooks raise.
+        late_masks: loss masks become known at `on_step` (``trained=``); every call is then
+            written one by one.
+        orphan_after: refits after which a call that no group published is forgotten.
+        about: what a reader of the trace may want to know (library, trainer); never text.
+        clock: Unix seconds.
+
+    Raises:
+        ValueError: an argument cannot be used; the message names it.
+        OSError: the trace cannot be written.
+        TraceError: what stands at ``trace`` is no trace.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Iterable[Engine] = (),
+        trace: str | os.PathLike[str] | None = "rollout_trace.jsonl",
+        run: str | None = None,
+        version: int | None = None,
+        step: int | None = None,
+        sinks: Iterable[Sink] = (),
+        timeout: float = 5.0,
+        strict: bool = False,
+        late_masks: bool = False,
+        orphan_after: int = 64,
+        about: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        for name, number in (("version", version), ("step", step), ("orphan_after", orphan_after)):
+            if number is not None and (type(number) is not int or number < 0):
+                raise ValueError(
+                    f"{name}: {number!r} is no count; pass a whole number, not negative"
+                )
+        if not timeout >= 0:
+            raise ValueError(f"timeout: {timeout!r} is no time; pass seconds, not negative")
+        self._sinks = tuple(sinks)
+        self._guard = Guard(strict=strict, timeout=timeout)
+        self._late_masks = late_masks
+        self._clock = clock
+        run = run or uuid.uuid4().hex
+        self._recorder = Recorder(trace, run=run)
+        ledger = self._recorder.ledger
+        goes_on = ledger.run is not None
+        self._start = RunStarted(
+            time=clock(),
+            schema=SCHEMA,
+            run=run,
+            incarnation=self._recorder.incarnation,
+            version=version if version is not None else ledger.version,
+            step=step if step is not None else ledger.step if goes_on else 1,
+            about={**(about or {}), "orphan_after": orphan_after},
+            torn=self._recorder.torn,
+        )
+        self._started = self._closed = False
+        self._names = itertools.count(1)
+        self._pauses = Pauses(
+            self._recorder.record, clock=clock, last_refit=self._recorder.ledger.last_refit
+        )
+        self.attach(*engines)
+
+    # What is known.
+
+    @property
+    def version(self) -> int:
+        """Policy updates so far."""
+        return self._recorder.ledger.version if self._started else self._start.version
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        return self._recorder.ledger.step if self._started else self._start.step
+
+    @property
+    def trace(self) -> str | None:
+        """Where the trace is written."""
+        return self._recorder.path
+
+    def age(self, group: Group | str) -> StepStaleness:
+        """How old a waiting group is: what a step that trained it alone now would report."""
+        with self._recorder.lock:
+            return self._recorder.ledger.age([_name(group)])
+
+    def spans(self, call: LiveCall | Call) -> list[Segment]:
+        """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far."""
+        with self._recorder.lock:
+            return self._recorder.ledger.spans(
+                call.record() if isinstance(call, LiveCall) else call
+            )
+
+    # Hooks.
+
+    def attach(self, *engines: Engine) -> None:
+        """Take in engines; before the first hook.
+
+        Raises:
+            ValueError: a name is taken, or the run has started.
+        """
+        if engines and self._started:
+            raise ValueError("engines: the run has started; attach them before the first hook")
+        for engine in engines:
+            self._pauses.attach(engine)
+
+    @contextmanager
+    def group(self, name: str | None = None) -> Iterator[Group]:
+        """Open a group: requests that this task submits in here are its calls."""
+        with self._guard("group"):
+            self._ensure_started()
+        group = Group(name or f"{self._start.incarnation}/{next(self._names)}")
+        with captured(group.capture):
+            yield group
+
+    def on_publish(
+        self,
+        group: Group | str,
+        *,
+        calls: Iterable[LiveCall | Call] | None = None,
+        trained: Masks | None = None,
+        unknown: int = 0,
+        about: Mapping[str, Any] | None = None,
+        restored: bool = False,
+    ) -> None:
+        """A finished group becomes available for training; fires before a trainer can take it.
+
+        Args:
+            calls: those of the group, where it was not captured here.
+            trained: final loss masks by call name; default: every token of every call.
+            unknown: trained tokens that no call made (an end token that the trainer appended).
+            about: numbers that a reader may want (prompt tokens, rewards); never text.
+            restored: it was published before the run's last resume.
+        """
+        with self._guard("on_publish"):
+            self._ensure_started()
+            with self._recorder.lock:
+                content = self._content(group, calls, trained)
+                self._record(
+                    GroupPublished(
+                        time=self._clock(),
+                        group=_name(group),
+                        tokens=content.tokens or None,
+                        calls=content.calls or None,
+                        unknown=unknown or None,
+                        restored=restored or None,
+                        about=dict(about) if about else None,
+                    )
+                )
+
+    def on_drop(
+        self,
+        group: Group | str,
+        *,
+        reason: str,
+        calls: Iterable[LiveCall | Call] | None = None,
+    ) -> None:
+        """A group will not be trained, published or not; fires when that is decided."""
+        with self._guard("on_drop"):
+            self._ensure_started()
+            with self._recorder.lock:
+                content = Content({}, ())
+                if not self._recorder.ledger.is_waiting(_name(group)):
+                    content = self._content(group, calls, None)
+                self._record(
+                    GroupDropped(
+                        time=self._clock(),
+                        group=_name(group),
+                        reason=reason,
+                        tokens=content.tokens or None,
+                        calls=content.calls or None,
+                    )
+                )
+
+    def on_step(
+        self,
+        groups: Iterable[Group | str] | None = None,
+        *,
+        step: int | None = None,
+        version: int | None = None,
+        updates: int | None = None,
+        batches: Iterable[Iterable[Group | str]] | None = None,
+        trained: Mapping[str, Masks] | None = None,
+        kept: Iterable[Group | str] = (),
+    ) -> StepStaleness | None:
+        """A training step is over; fires after its last update, before the next refit.
+
+        Args:
+            groups: what the step consumed, or ``batches``: the groups of each update in order.
+            step, version: the trainer's own count, if it has one: a difference is a violation.
+            updates: policy updates that the step made, default 1; 0 for a skipped one.
+            trained: loss masks by group and call, where they are known only now.
+            kept: groups that may be trained again.
+
+        Returns:
+            The step's numbers; None if its line was lost or refused.
+        """
+        with self._guard("on_step"):
+            self._ensure_started()
+            with self._recorder.lock:
+                numbers = self._record(
+                    StepTrained(
+                        time=self._clock(),
+                        step=self.step if step is None else step,
+                        version=self.version if version is None else version,
+                        groups=_names(groups) if batches is None else None,
+                        updates=updates,
+                        batches=None if batches is None else tuple(_names(b) for b in batches),
+                        trained={
+                            group: {call: mask_of(mask) for call, mask in masks.items()}
+                            for group, masks in trained.items()
+                        }
+                        if trained
+                        else None,
+                        kept=_names(kept) or None,
+                    )
+                )
+            if numbers is not None:
+                self._notify(numbers)
+            return numbers
+        return None
+
+    def on_refit_paused(
+        self,
+        *,
+        version: int | None = None,
+        engines: Iterable[str] | None = None,
+        mode: str = "keep",
+        kv: Literal["kept", "recomputed"] | None = None,
+        cuts: Cuts | None = None,
+    ) -> None:
+        """Generation is paused; fires before the weights move.
+
+        Args:
+            version: what the engines are moved to, default the policy's.
+            engines: names of those that are paused, default all.
+            mode: ``keep`` (running calls go on after it), ``abort`` or ``wait``.
+            kv: whether running calls keep the KV cache of the old weights.
+            cuts: tokens so far by engine and call, from a trainer that counts them itself.
+        """
+        with self._guard("on_refit_paused"):
+            self._guard.wait(self._paused(version, engines, mode, kv, cuts))
+
+    async def aon_refit_paused(
+        self,
+        *,
+        version: int | None = None,
+        engines: Iterable[str] | None = None,
+        mode: str = "keep",
+        kv: Literal["kept", "recomputed"] | None = None,
+        cuts: Cuts | None = None,
+    ) -> None:
+        """Like `on_refit_paused`, without blocking the loop."""
+        with self._guard("on_refit_paused"):
+            await self._guard.wait_async(self._paused(version, engines, mode, kv, cuts))
+
+    def on_refit_done(
+        self, *, version: int | None = None, engines: Iterable[str] | None = None
+    ) -> None:
+        """The weights are in; fires before generation resumes."""
+        with self._guard("on_refit_done"):
+            self._ensure_started()
+            self._guard.wait(self._pauses.moved(engines, version=version))
+            self._pauses.done(engines, version=version, policy=self.version)
+
+    async def aon_refit_done(
+        self, *, version: int | None = None, engines: Iterable[str] | None = None
+    ) -> None:
+        """Like `on_refit_done`, without blocking the loop."""
+        with self._guard("on_refit_done"):
+            self._ensure_started()
+            await self._guard.wait_async(self._pauses.moved(engines, version=version))
+            self._pauses.done(engines, version=version, policy=self.version)
+
+    def on_refit_aborted(self, *, reason: str, engines: Iterable[str] | None = None) -> None:
+        """The refit failed, the engines keep their weights; fires before generation resumes."""
+        with self._guard("on_refit_aborted"):
+            self._ensure_started()
+            self._guard.wait(self._pauses.abort(engines, reason=reason))
+
+    async def aon_refit_aborted(self, *, reason: str, engines: Iterable[str] | None = None) -> None:
+        """Like `on_refit_aborted`, without blocking the loop."""
+        with self._guard("on_refit_aborted"):
+            self._ensure_started()
+            await self._guard.wait_async(self._pauses.abort(engines, reason=reason))
+
+    def refit(
+        self,
+        *,
+        version: int | None = None,
+        engines: Iterable[str] | None = None,
+        mode: str = "keep",
+        kv: Literal["kept", "recomputed"] | None = None,
+    ) -> Refit:
+        """Bracket the move of the weights: cuts, then done, or aborted when the block raises."""
+        return Refit(self, version=version, engines=engines, mode=mode, kv=kv)
+
+    # The end.
+
+    def close(self, status: str = "finished") -> None:
+        """End the trace and let go of the engines; the run itself is the user's. Never raises."""
+        with self._guard("close"):
+            if self._closed:
+                return
+            self._ensure_started()
+            self._closed = True
+            for engine in self._pauses.engines.values():
+                with self._guard(f"detaching engine {engine.name!r}"):
+                    engine.detach()
+            self._recorder.record(RunFinished(time=self._clock(), status=status))
+            self._recorder.close()
+            missing = self.missing()
+            if missing:
+                _log.warning(
+                    "rl_staleness: %s", "; ".join(f"{n} {what}" for what, n in missing.items())
+                )
+
+    def missing(self) -> dict[str, int]:
+        """What the numbers and the trace had to do without, by kind; empty for a sound run."""
+        counts = {
+            "lines of the trace could not be written": self._recorder.lost,
+            "events had a value of a wrong type and were refused": self._recorder.refused,
+            "refits had no cut": self._pauses.without_cut,
+            "calls that cuts listed were never published": self._recorder.ledger.orphans,
+            **{f"times {what} failed": number for what, number in self._guard.failures.items()},
+        }
+        return {what: number for what, number in counts.items() if number}
+
+    def __enter__(self) -> StalenessCallback:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close("finished" if kind is None else "failed")
+
+    # What they share.
+
+    def _ensure_started(self) -> None:
+        """Write ``run_started`` at the first hook, so that engines can be attached until then."""
+        if not self._started:
+            self._start_run()
+
+    def _start_run(self) -> None:
+        with self._recorder.lock:
+            if self._started:
+                return
+            version = self._start.version
+            engines = dict.fromkeys(self._pauses.engines, version)
+            self._record(msgspec.structs.replace(self._start, engines=engines or None))
+            self._started = True
+        self._guard.watch(self._pauses.start(version))
+
+    def _record(self, event: Event) -> StepStaleness | None:
+        if self._closed:
+            raise RuntimeError(f"{type(event).__name__} after close(): it is not in the trace")
+        return self._recorder.record(event)
+
+    def _paused(
+        self,
+        version: int | None,
+        engines: Iterable[str] | None,
+        mode: str,
+        kv: Literal["kept", "recomputed"] | None,
+        cuts: Cuts | None,
+    ) -> list[Answer]:
+        self._ensure_started()
+        return self._pauses.begin(
+            engines,
+            version=self.version if version is None else version,
+            mode=mode,
+            kv=kv,
+            cuts=cuts,
+        )
+
+    def _content(
+        self, group: Group | str, calls: Iterable[LiveCall | Call] | None, trained: Masks | None
+    ) -> Content:
+        """What to write of a group; the caller holds the lock."""
+        members = list(calls or ()) + (group.calls if isinstance(group, Group) else [])
+        running = [c.call for c in members if isinstance(c, LiveCall) and not c.ended]
+        if running:
+            detail = f"group {_name(group)!r}: {len(running)} calls were still running"
+            self._record(ViolationFound(time=self._clock(), name="calls_running", detail=detail))
+        ledger = self._recorder.ledger
+        return content_of(
+            members,
+            masks=trained or {},
+            sum_up=not self._late_masks,
+            sole_version=ledger.sole_version,
+            policy_version=ledger.version,
+        )
+
+    def _notify(self, numbers: StepStaleness) -> None:
+        for sink in self._sinks:
+            with self._guard(f"sink {getattr(sink, '__qualname__', type(sink).__qualname__)}"):
+                sink(numbers)
+
+
+class Refit:
+    """The block in which the weights move, for ``with`` and for ``async with``."""
+
+    def __init__(self, callback: StalenessCallback, **pause: Any) -> None:
+        self._callback = callback
+        self._pause = pause
+        self._engines = pause["engines"]
+
+    def __enter__(self) -> None:
+        self._callback.on_refit_paused(**self._pause)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._callback.on_refit_done(engines=self._engines)
+        else:
+            self._callback.on_refit_aborted(reason=kind.__name__, engines=self._engines)
+
+    async def __aenter__(self) -> None:
+        await self._callback.aon_refit_paused(**self._pause)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self._callback.aon_refit_done(engines=self._engines)
+        else:
+            await self._callback.aon_refit_aborted(reason=kind.__name__, engines=self._engines)
+
+
+def _name(group: Group | str) -> str:
+    return group.name if isinstance(group, Group) else group
+
+
+def _names(groups: Iterable[Group | str] | None) -> tuple[str, ...]:
+    return tuple(_name(group) for group in groups or ())

@@ -1,0 +1,120 @@
+"""The command ``rl-staleness``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+import msgspec
+
+from rl_staleness.events import TraceError
+from rl_staleness.staleness import StepStaleness
+from rl_staleness.trace import steps
+
+__all__ = ["main", "table_rows"]
+
+_COLUMNS: tuple[tuple[str, Callable[[StepStaleness], object]], ...] = (
+    ("step", lambda s: s.step),
+    ("version", lambda s: s.version),
+    ("batch_age", lambda s: _short(s.batch_age)),
+    ("in_flight", lambda s: _short(s.age_in_flight)),
+    ("in_queue", lambda s: _short(s.age_in_queue)),
+    ("p50", lambda s: _short(s.age_p50)),
+    ("p95", lambda s: _short(s.age_p95)),
+    ("max", lambda s: _short(s.age_max)),
+    ("refits", lambda s: _short(s.batch_age_refits)),
+    ("lo", lambda s: _short(s.age_lo)),
+    ("hi", lambda s: _short(s.age_hi)),
+    ("coverage", lambda s: _short(s.coverage)),
+    ("tokens", lambda s: s.tokens),
+    ("spanning", lambda s: s.spanning_calls),
+    ("violations", lambda s: s.violations),
+    ("tokens by version", lambda s: _by_version(s.tokens_by_version)),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0, or 2 for wrong use and unreadable files, with one line on stderr.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    parser = _Parser(prog="rl-staleness", description="How off-policy was each training batch?")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("steps", help="print the exact batch age of every step")
+    command.add_argument("trace", metavar="TRACE", help="rollout_trace.jsonl, or .jsonl.gz")
+    command.add_argument("--json", action="store_true", help="one JSON object a step")
+    try:
+        arguments = parser.parse_args(argv)
+        _print_steps(arguments.trace, as_json=arguments.json)
+        sys.stdout.flush()
+    except _Usage as error:
+        return _fail(f"{parser.prog}: {error}")
+    except TraceError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        sys.stdout = None  # nobody reads on; leave without a word
+    except OSError as error:
+        return _fail(f"{error.filename or 'rl-staleness'}: {error.strerror or error}")
+    return 0
+
+
+def table_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
+    """Lay out steps as they come: a header, then a row each."""
+    titles = [title for title, _ in _COLUMNS]
+    yield "  ".join(titles)
+    for step in numbers:
+        cells = (str(cell(step)).rjust(len(title)) for title, cell in _COLUMNS[:-1])
+        yield "  ".join([*cells, str(_COLUMNS[-1][1](step))])
+
+
+def _print_steps(path: str, *, as_json: bool) -> None:
+    numbers = steps(path)
+    if as_json:
+        encoder = msgspec.json.Encoder()
+        for step in numbers:
+            print(encoder.encode(step).decode())
+    else:
+        for row in table_rows(numbers):
+            print(row)
+
+
+class _Usage(Exception):
+    """Wrong use of the command."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _Usage(f"{message} (see {self.prog} --help)")
+
+
+def _fail(line: str) -> int:
+    print(" ".join(line.split()), file=sys.stderr)
+    return 2
+
+
+def _short(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}" if isinstance(number, float) else str(number)
+
+
+def _by_version(tokens: dict[int, int]) -> str:
+    return " ".join(f"v{version}:{count}" for version, count in tokens.items())
+
+
+def _version() -> str:
+    try:
+        return f"rl-staleness {version('rl-staleness')}"
+    except PackageNotFoundError:
+        return "rl-staleness (not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Nothing of this library may harm the training that it measures: the one broad guard."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from rl_staleness.pauses import Answer
+
+__all__ = ["Guard"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Guarded:
+    """A block that nothing gets out of."""
+
+    def __init__(self, guard: Guard, what: str) -> None:
+        self._guard = guard
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._guard.note(self._what, error)
+        return not self._guard.strict
+
+
+class Guard:
+    """Logs each kind of failure once with its traceback, counts all of them, goes on.
+
+    Args:
+        strict: raise instead.
+        timeout: seconds to wait for an engine to take notice.
+    """
+
+    def __init__(self, *, strict: bool, timeout: float) -> None:
+        self.failures: Counter[str] = Counter()
+        """How often what went wrong."""
+        self.strict = strict
+        self._timeout = timeout
+
+    def __call__(self, what: str) -> _Guarded:
+        """Let nothing out of the block, unless `strict`."""
+        return _Guarded(self, what)
+
+    def note(self, what: str, error: BaseException | None = None) -> None:
+        """Count a failure; the first of its kind is logged."""
+        self.failures[what] += 1
+        if self.failures[what] == 1:
+            _log.error(
+                "rl_staleness: %s failed; training goes on, this is logged once",
+                what,
+                exc_info=error,
+            )
+
+    def wait(self, answers: Sequence[Answer]) -> None:
+        """Wait for engines to take notice, blocking, up to the limit in time."""
+        waiting = [answer.noticed for answer in answers if not answer.noticed.done()]
+        if waiting:
+            concurrent.futures.wait(waiting, timeout=self._timeout)
+        self._look_at(answers)
+
+    async def wait_async(self, answers: Sequence[Answer]) -> None:
+        """Wait for engines to take notice, without blocking the loop, up to the limit in time."""
+        waiting = [asyncio.wrap_future(a.noticed) for a in answers if not a.noticed.done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=self._timeout)
+        self._look_at(answers)
+
+    def watch(self, answers: Sequence[Answer]) -> None:
+        """Do not wait; notice failures when they come."""
+        for answer in answers:
+            answer.noticed.add_done_callback(lambda _, a=answer: self._look_at([a]))  # type: ignore[misc]
+
+    def _look_at(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            what = f"telling engine {answer.engine!r} of {answer.what}"
+            if not answer.noticed.done():
+                self.note(what, TimeoutError(f"no answer in {self._timeout} s"))
+            elif answer.noticed.cancelled():
+                self.note(what, concurrent.futures.CancelledError())
+            elif (error := answer.noticed.exception()) is not None:
+                self.note(what, error)

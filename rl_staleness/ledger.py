@@ -1,0 +1,316 @@
+"""The one fold over the events of a run, used online by the callback and offline by the commands.
+
+It keeps what runs and waits now and the refits that may still be needed, and turns each
+``step_trained`` into numbers. It never repairs: facts that cannot all be true are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rl_staleness.events import (
+    Call,
+    Event,
+    Gap,
+    GroupDropped,
+    GroupPublished,
+    RefitAborted,
+    RefitCut,
+    RefitDone,
+    RunFinished,
+    RunStarted,
+    StepTrained,
+    TraceError,
+    ViolationFound,
+)
+from rl_staleness.groups import GroupTokens, num_trained, tokens_of
+from rl_staleness.ranges import Segment
+from rl_staleness.refits import Finding, Refits
+from rl_staleness.spans import restored_spans, spans_of
+from rl_staleness.staleness import StepStaleness, Tally, Versions, measure
+
+__all__ = ["Ledger"]
+
+ORPHAN_AFTER = 64
+"""Refits after which a listed call that no group published is forgotten, unless a trace says so."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A published group that may still be trained, and what was found about it."""
+
+    event: GroupPublished
+    found: set[Finding] = field(default_factory=set)
+
+
+class Ledger:
+    """What the events of a run say so far; `apply` is the only way in."""
+
+    def __init__(self) -> None:
+        self.run: RunStarted | None = None
+        self.version = 0
+        """Policy updates so far: the version that the next step is expected to update."""
+        self.step = 0
+        """Number of the next step."""
+        self.found: list[Finding] = []
+        """Violations that the last event showed, as (name, detail)."""
+        self._engines: dict[str, Refits] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._refit_versions = Versions()
+        self._last_refits: dict[str, int] = {}
+        self._orphans = 0
+        self._violations = 0
+        self._dropped_tokens = 0
+        self._refit_seconds = 0.0
+        self._lines_lost = False  # violations may be the gap's doing
+        self._informed: set[str] | None = None  # engines with a refit_done since a gap, if any
+        self._apply: dict[type, Callable[[Any], StepStaleness | None]] = {
+            RunStarted: self._run_started,
+            RefitCut: self._refit_cut,
+            RefitDone: self._refit_done,
+            RefitAborted: self._refit_aborted,
+            GroupPublished: self._group_published,
+            GroupDropped: self._group_dropped,
+            StepTrained: self._step_trained,
+            ViolationFound: self._violation,
+            Gap: self._gap,
+            RunFinished: lambda _: None,
+        }
+
+    def apply(self, event: Event) -> StepStaleness | None:
+        """Take the next event; a ``step_trained`` gives its numbers.
+
+        Raises:
+            TraceError: it comes before the first ``run_started``; nothing is changed.
+        """
+        if self.run is None and type(event) is not RunStarted:
+            raise TraceError("event: there is no run_started before it")
+        self.found = []
+        return self._apply[type(event)](event)
+
+    @property
+    def orphans(self) -> int:
+        """Listed calls that were forgotten because no group published them."""
+        return self._orphans + sum(refits.orphans for refits in self._engines.values())
+
+    def __len__(self) -> int:
+        """Entries held in memory."""
+        held = sum(len(refits) for refits in self._engines.values())
+        return held + len(self._waiting) + len(self._refit_versions)
+
+    def waiting(self) -> tuple[GroupPublished, ...]:
+        """The groups that are published and may still be trained."""
+        return tuple(waiting.event for waiting in self._waiting.values())
+
+    def is_waiting(self, group: str) -> bool:
+        """Whether this group is published and may still be trained."""
+        return group in self._waiting
+
+    def last_refit(self, engine: str) -> int:
+        """The highest refit number of an engine in any incarnation of the run."""
+        refits = self._engines.get(engine)
+        return self._last_refits.get(engine, 0) if refits is None else refits.last
+
+    def engine_version(self, engine: str) -> int:
+        """The version that an engine has after the newest of its refits that are done."""
+        refits = self._refits(engine)
+        return refits.beside(refits.last + 1)[0]
+
+    def sole_version(self, engine: str, after: int, until: int) -> int | None:
+        """The version of a whole call that no refit touched; None if one may have.
+
+        Args:
+            after: the last refit whose pause began before the call did.
+            until: the last refit whose pause began before the call ended.
+        """
+        if self._informed is not None and engine not in self._informed:
+            return None
+        return self._refits(engine).sole_version(after, until)
+
+    def age(self, groups: Iterable[str]) -> StepStaleness:
+        """What a step that trained these groups now would report; nothing changes."""
+        event = StepTrained(time=0.0, step=self.step, version=self.version, groups=tuple(groups))
+        return self._measure(event, find=None)
+
+    def spans(self, call: Call) -> list[Segment]:
+        """``(start, stop, oldest, newest)`` of a call's tokens, as the evidence stands."""
+        return self._spans(call, now=self.version)[0]
+
+    # The events.
+
+    def _run_started(self, event: RunStarted) -> None:
+        before = self.run
+        if before is not None and event.run != before.run:
+            self._find("run_changed", f"{event.run!r} goes on where {before.run!r} was")
+        elif before is not None and event.incarnation != before.incarnation + 1:
+            detail = f"incarnation {event.incarnation} follows {before.incarnation}"
+            self._find("incarnation", detail)
+        self._orphans = self.orphans
+        self._last_refits.update({name: refits.last for name, refits in self._engines.items()})
+        self.run, self.version, self.step = event, event.version, event.step
+        self._engines, self._waiting = {}, {}
+        self._lines_lost, self._informed = False, None
+        ahead = {n: v for n, v in (event.engines or {}).items() if v > event.version}
+        if ahead:
+            self._find("engine_version_beyond_policy", f"{ahead}, the policy has {event.version}")
+
+    def _refit_cut(self, event: RefitCut) -> None:
+        self._find_all(self._refits(event.engine).cut(event))
+
+    def _refit_done(self, event: RefitDone) -> None:
+        self._find_all(self._refits(event.engine).done(event))
+        if event.version > self.version:
+            detail = f"refit {event.refit} of {event.engine!r} leads to {event.version}"
+            self._find("engine_version_beyond_policy", f"{detail}, the policy has {self.version}")
+        self._refit_versions.add(event.version)
+        self._refit_seconds += event.pause_seconds or 0.0
+        self._lines_lost = False
+        if self._informed is not None:
+            self._informed.add(event.engine)
+
+    def _refit_aborted(self, event: RefitAborted) -> None:
+        self._find_all(self._refits(event.engine).aborted(event))
+
+    def _group_published(self, event: GroupPublished) -> None:
+        if event.group in self._waiting:
+            self._find("published_again", f"group {event.group!r} is waiting already")
+            self._release(event.group)
+        self._waiting[event.group] = _Waiting(event)
+        if event.calls:
+            names = Counter(call.call for call in event.calls)
+            if len(names) != len(event.calls):
+                twice = [name for name, number in names.items() if number > 1]
+                self._find_all(("call_named_twice", f"{n!r} of {event.group!r}") for n in twice)
+            for call in event.calls if not event.restored else ():
+                self._refits(call.engine).hold(call.call)
+
+    def _group_dropped(self, event: GroupDropped) -> None:
+        waiting = self._waiting.get(event.group)
+        self._dropped_tokens += num_trained(event if waiting is None else waiting.event)
+        if waiting is not None:
+            self._release(event.group)
+
+    def _step_trained(self, event: StepTrained) -> StepStaleness:
+        if event.version != self.version:
+            self._find("step_version", f"updates {event.version}, the count is {self.version}")
+        if event.step != self.step:
+            self._find("step_number", f"is {event.step}, the count is {self.step}")
+        numbers = self._measure(event, find=self._find)
+        for group in {name for batch in _batches(event) for name in batch} - set(event.kept or ()):
+            if group in self._waiting:
+                self._release(group)
+        self.version, self.step = event.version + event.num_updates, event.step + 1
+        self._violations = self._dropped_tokens = 0
+        self._refit_seconds = 0.0
+        self._lines_lost = False
+        return numbers
+
+    def _violation(self, event: ViolationFound) -> None:
+        self.found.append((event.name, event.detail))
+        self._violations += 1
+
+    def _gap(self, event: Gap) -> None:
+        self._lines_lost, self._informed = True, set()
+
+    # What they lead to.
+
+    def _measure(
+        self, event: StepTrained, *, find: Callable[[str, str], None] | None
+    ) -> StepStaleness:
+        tally: Tally = Counter()
+        unknown: Counter[int] = Counter()
+        spanning_calls = 0
+        known: dict[str, GroupTokens] = {}
+        missing = dict.fromkeys(name for name in event.trained or () if name not in self._waiting)
+        for at, batch in enumerate(_batches(event), start=event.version):
+            for name in batch:
+                waiting = self._waiting.get(name)
+                if waiting is None:
+                    missing[name] = None
+                    continue
+                tokens = known.get(name)
+                if tokens is None:
+                    tokens = known[name] = tokens_of(
+                        waiting.event,
+                        masks=(event.trained or {}).get(name),
+                        consumed_at=at,
+                        spans=partial(self._spans, now=event.version, group=waiting.event),
+                        find=partial(_find_once, find, waiting) if find else _ignore,
+                    )
+                for (oldest, newest), count in tokens.by_versions.items():
+                    tally[at, oldest, newest, tokens.newest_counted] += count
+                unknown[at] += tokens.unknown
+                spanning_calls += tokens.spanning_calls
+        for name in missing:
+            if find is not None:
+                find("unknown_group", f"group {name!r} is not waiting")
+        return measure(
+            tally,
+            unknown,
+            refit_versions=self._refit_versions,
+            late_updates=max(event.num_updates - 1, 0) if event.batches is None else 0,
+            complete=not missing,
+            step=event.step,
+            version=event.version,
+            spanning_calls=spanning_calls,
+            violations=self._violations,
+            dropped_tokens=self._dropped_tokens,
+            refit_seconds=self._refit_seconds,
+        )
+
+    def _spans(
+        self, call: Call, *, now: int, group: GroupPublished | None = None
+    ) -> tuple[list[Segment], list[Finding]]:
+        if group is not None and group.restored:
+            return restored_spans(call, now=now)
+        lost = self._informed is not None and call.engine not in self._informed
+        return spans_of(call, self._refits(call.engine), now=now, lost=lost)
+
+    def _refits(self, engine: str) -> Refits:
+        refits = self._engines.get(engine)
+        if refits is None:
+            assert self.run is not None
+            orphan_after = (self.run.about or {}).get("orphan_after")
+            refits = self._engines[engine] = Refits(
+                start=(self.run.engines or {}).get(engine, self.run.version),
+                base=self._last_refits.get(engine, 0),
+                orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
+            )
+        return refits
+
+    def _release(self, group: str) -> None:
+        event = self._waiting.pop(group).event
+        for call in (event.calls or ()) if not event.restored else ():
+            self._refits(call.engine).release(call.call)
+
+    def _find(self, name: str, detail: str) -> None:
+        """Count a violation, unless lines that were lost just before may explain it."""
+        if not self._lines_lost:
+            self.found.append((name, detail))
+            self._violations += 1
+
+    def _find_all(self, found: Iterable[Finding]) -> None:
+        for name, detail in found:
+            self._find(name, detail)
+
+
+def _batches(event: StepTrained) -> tuple[tuple[str, ...], ...]:
+    return event.batches if event.batches is not None else (event.groups or (),)
+
+
+def _ignore(name: str, call: str, detail: str) -> None:
+    """Leave a violation to the step that really trains."""
+
+
+def _find_once(
+    find: Callable[[str, str], None], waiting: _Waiting, name: str, call: str, detail: str
+) -> None:
+    """Count a violation once a name and call (or group), also when the group is trained again."""
+    if (name, call) not in waiting.found:
+        waiting.found.add((name, call))
+        subject = f"call {call!r} of group" if call else "group"
+        find(name, f"{subject} {waiting.event.group!r}: {detail}")

@@ -1,0 +1,233 @@
+"""Which refit each engine is in: tells all engines at once, writes down what they say of it.
+
+A refit waits, up to a limit in time, for the engines to take notice. It never waits for counts: a
+cut may be written after its ``refit_done``. An engine that does not answer has no cut, and that
+costs the coverage of its own calls, nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from rl_staleness.engines import Cut, Engine
+from rl_staleness.events import Event, RefitAborted, RefitCut, RefitDone, ViolationFound
+
+__all__ = ["Answer", "Cuts", "Pauses"]
+
+ENGINE = "engine"
+"""Name of the engine of a trainer that attached none and named none."""
+
+EMPTY_MODES = ("abort", "wait")
+"""Pause modes in which every call that had begun has ended when the pause is complete."""
+
+Cuts = Mapping[str, Mapping[str, int]]
+"""Tokens so far by engine and call, from a trainer that counts them itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An engine that was told something, and the future that says that it took notice."""
+
+    engine: str
+    what: str
+    noticed: Future[None]
+
+
+@dataclass(slots=True)
+class _Pause:
+    """One refit of one engine, from its pause on."""
+
+    refit: int
+    version: int
+    mode: str
+    kv: Literal["kept", "recomputed"] | None
+    began: float
+    """On the monotonic clock, in seconds."""
+    cut_due: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Pauses:
+    """The refits of all engines of a run.
+
+    Args:
+        record: writes and applies an event; it is called from any thread.
+        clock: Unix seconds.
+        last_refit: the highest refit number of an engine in the trace.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[Event], object],
+        *,
+        clock: Callable[[], float],
+        last_refit: Callable[[str], int],
+    ) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.without_cut = 0
+        """Refits of an engine that could not say how far its calls were."""
+        self._record = record
+        self._clock = clock
+        self._last_refit = last_refit
+        self._numbers: dict[str, int] = {}
+        self._paused: dict[str, _Pause] = {}
+
+    def attach(self, engine: Engine) -> None:
+        """Take an engine in.
+
+        Raises:
+            ValueError: its name is taken.
+        """
+        if engine.name in self.engines:
+            raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
+        self.engines[engine.name] = engine
+
+    def start(self, version: int) -> list[Answer]:
+        """Tell every engine which version it holds as the run starts."""
+        return [
+            _told(name, "start", partial(engine.start, version=version, refit=self._number(name)))
+            for name, engine in self.engines.items()
+        ]
+
+    def begin(
+        self,
+        names: Iterable[str] | None,
+        *,
+        version: int,
+        mode: str,
+        kv: Literal["kept", "recomputed"] | None,
+        cuts: Cuts | None,
+    ) -> list[Answer]:
+        """Generation is paused: number the refit on each engine and ask for the cuts."""
+        answers = []
+        for name in self._chosen(names):
+            left_open = self._paused.pop(name, None)
+            if left_open is not None:
+                detail = f"refit {left_open.refit} of {name!r} was neither done nor aborted"
+                self._violation("refit_left_open", detail)
+            refit = self._numbers[name] = self._number(name) + 1
+            pause = _Pause(refit, version, mode, kv, time.monotonic())
+            self._paused[name] = pause
+            if cuts is not None and name in cuts:
+                self._deliver(name, pause, Cut(calls=cuts[name]))
+            engine = self.engines.get(name)
+            if engine is None:
+                self._deliver(name, pause, None)
+                continue
+
+            mark = partial(
+                engine.mark,
+                refit,
+                version=version,
+                mode=mode,
+                deliver=partial(self._deliver, name, pause),
+            )
+            answers.append(_told(name, "pause", mark))
+        return answers
+
+    def moved(self, names: Iterable[str] | None, *, version: int | None) -> list[Answer]:
+        """The weights are in: tell the engines. `done` writes it down."""
+        answers = []
+        for name, engine in self._attached(names):
+            pause = self._paused.get(name)
+            if pause is not None:
+                to = pause.version if version is None else version
+                answers.append(_told(name, "done", partial(engine.done, pause.refit, version=to)))
+        return answers
+
+    def done(self, names: Iterable[str] | None, *, version: int | None, policy: int) -> None:
+        """Write down that the refit is done on each engine.
+
+        Args:
+            policy: version of the policy, for a refit whose pause nobody announced.
+        """
+        for name in self._chosen(names):
+            pause = self._paused.pop(name, None)
+            if pause is None:
+                self._violation("refit_done_without_pause", f"engine {name!r} was not paused")
+                refit = self._numbers[name] = self._number(name) + 1
+                to, seconds = policy if version is None else version, None
+            else:
+                refit, seconds = pause.refit, time.monotonic() - pause.began
+                to = pause.version if version is None else version
+            self._record(
+                RefitDone(
+                    time=self._clock(), engine=name, refit=refit, version=to, pause_seconds=seconds
+                )
+            )
+
+    def abort(self, names: Iterable[str] | None, *, reason: str) -> list[Answer]:
+        """The refit failed on these engines: write it down and tell them."""
+        answers = []
+        for name in self._chosen(names):
+            pause = self._paused.pop(name, None)
+            if pause is None:
+                self._violation("refit_aborted_without_pause", f"engine {name!r} was not paused")
+                continue
+            pause.cut_due = False
+            self._record(
+                RefitAborted(
+                    time=self._clock(),
+                    engine=name,
+                    refit=pause.refit,
+                    version=pause.version,
+                    reason=reason,
+                )
+            )
+            engine = self.engines.get(name)
+            if engine is not None:
+                answers.append(_told(name, "aborted", partial(engine.aborted, pause.refit)))
+        return answers
+
+    def _deliver(self, name: str, pause: _Pause, cut: Cut | None) -> None:
+        """Write down what an engine counted, the first time that it says so."""
+        with pause.lock:
+            if not pause.cut_due:
+                return
+            pause.cut_due = False
+        if cut is None and pause.mode not in EMPTY_MODES:
+            self.without_cut += 1
+            return
+        self._record(
+            RefitCut(
+                time=self._clock(),
+                engine=name,
+                refit=pause.refit,
+                version=pause.version,
+                calls=dict(cut.calls) if cut is not None and cut.calls else None,
+                exact=None if cut is None or cut.exact else False,
+                kv=pause.kv or (cut.kv if cut is not None else None),
+                mode=pause.mode,
+                snapshot_seconds=None if cut is None else cut.snapshot_seconds,
+            )
+        )
+
+    def _chosen(self, names: Iterable[str] | None) -> list[str]:
+        if names is not None:
+            return [names] if isinstance(names, str) else list(names)
+        return list(self.engines) or list(self._numbers) or [ENGINE]
+
+    def _attached(self, names: Iterable[str] | None) -> list[tuple[str, Engine]]:
+        return [(n, self.engines[n]) for n in self._chosen(names) if n in self.engines]
+
+    def _number(self, name: str) -> int:
+        return max(self._numbers.get(name, 0), self._last_refit(name))
+
+    def _violation(self, name: str, detail: str) -> None:
+        self._record(ViolationFound(time=self._clock(), name=name, detail=detail))
+
+
+def _told(engine: str, what: str, tell: Callable[[], Future[None]]) -> Answer:
+    """Tell one engine; what it raises is its answer, so that the others are told too."""
+    try:
+        return Answer(engine, what, tell())
+    except Exception as error:  # noqa: BLE001  # handed on as the answer, and looked at
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        return Answer(engine, what, failed)

@@ -1,0 +1,88 @@
+"""What is written of a group when it is published or dropped. Functions without state.
+
+Calls that no refit of their engine touched are summed by version, which keeps traces small; the
+others are written one by one, since only later evidence may say where they were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from rl_staleness.engines import LiveCall
+from rl_staleness.events import LARGEST, Call, Mask
+
+__all__ = ["Content", "Masks", "content_of", "mask_of"]
+
+Masks = Mapping[str, Sequence[Sequence[int]]]
+"""Trained ``[start, stop)`` ranges by call name."""
+
+SoleVersion = Callable[[str, int, int], int | None]
+"""(engine, after, until) to the version of a whole call, None where a refit may have touched it."""
+
+
+class Content(NamedTuple):
+    """A group's tokens as a trace holds them."""
+
+    tokens: dict[int, int]
+    calls: tuple[Call, ...]
+
+
+def content_of(
+    calls: Iterable[LiveCall | Call],
+    *,
+    masks: Masks,
+    sum_up: bool,
+    sole_version: SoleVersion,
+    policy_version: int,
+) -> Content:
+    """Sum up the calls that are settled and list the others.
+
+    Args:
+        masks: final loss masks of the calls that have one; other calls are trained whole.
+        sum_up: False if masks may still change.
+        policy_version: nothing that was generated so far can be newer.
+    """
+    tokens: dict[int, int] = {}
+    listed: list[Call] = []
+    versions: dict[tuple[str, int, int], int | None] = {}
+    for call in calls:
+        after, until = call.after, call.until
+        if sum_up and after is not None and until is not None and not masks:
+            key = (call.engine, after, until)
+            if key not in versions:
+                versions[key] = sole_version(*key)
+            version = versions[key]
+            if version is not None and _agrees(call, version):
+                tokens[version] = tokens.get(version, 0) + call.tokens
+                continue
+        listed.append(_record(call, masks, policy_version))
+    return Content({v: n for v, n in tokens.items() if n}, tuple(listed))
+
+
+def mask_of(ranges: Sequence[Sequence[int]]) -> Mask:
+    """Freeze a loss mask: ``[start, stop)`` ranges, in tokens of the call."""
+    return tuple((start, stop) for start, stop in ranges)
+
+
+def _agrees(call: LiveCall | Call, version: int) -> bool:
+    """Whether nothing that the engine said itself has to be written down beside this version."""
+    if isinstance(call, Call) and call.trained is not None:
+        return False
+    return call.spans is None or tuple(call.spans) == ((0, call.tokens, version),)
+
+
+def _record(call: LiveCall | Call, masks: Masks, policy_version: int) -> Call:
+    record = call.record() if isinstance(call, LiveCall) else call
+    mask = masks.get(record.call)
+    if mask is not None:
+        record = msgspec.structs.replace(record, trained=mask_of(mask))
+    if record.spans and any(span[-1] == LARGEST for span in record.spans):
+        clipped = tuple(
+            (*span[:-1], max(span[-2], policy_version)) if span[-1] == LARGEST else span
+            for span in record.spans
+        )
+        record = msgspec.structs.replace(record, spans=clipped)
+    return record

@@ -1,0 +1,94 @@
+"""The trace and the ledger of a running process, kept equal: one lock around line and fold.
+
+The ledger online sees each event exactly as a reader of the trace will see it. A line that could
+not be written is not applied either: what is printed live is what can be recomputed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from rl_staleness.events import Event, RunStarted, TraceError, decode, encode
+from rl_staleness.ledger import Ledger
+from rl_staleness.staleness import StepStaleness
+from rl_staleness.trace import TraceWriter, read
+
+__all__ = ["Recorder"]
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes and applies events in one order, whichever threads they come from.
+
+    Args:
+        path: the trace; None keeps the ledger alone. A trace of the same run is gone on with.
+        run: the run's identity.
+
+    Raises:
+        OSError: the trace cannot be opened for appending.
+        TraceError: what stands at ``path`` is no trace.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, run: str) -> None:
+        self.lock = threading.RLock()
+        self.ledger = Ledger()
+        self.refused = 0
+        """Events with a value of a wrong type: neither written nor applied."""
+        self._writer = None if path is None else TraceWriter(path, run=run)
+        self._step: StepStaleness | None = None
+        if self._writer is not None and self._writer.continued:
+            for event in read(self._writer.path):
+                self.ledger.apply(event)
+
+    @property
+    def path(self) -> str | None:
+        """Where the trace is written."""
+        return None if self._writer is None else os.fspath(self._writer.path)
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written."""
+        return 0 if self._writer is None else self._writer.lost
+
+    @property
+    def torn(self) -> int | None:
+        """Bytes of a torn last line that were cut off when the trace was opened; None if none."""
+        return (self._writer.torn or None) if self._writer is not None else None
+
+    @property
+    def incarnation(self) -> int:
+        """The number that the next ``run_started`` has to have."""
+        run: RunStarted | None = self.ledger.run
+        return 0 if run is None else run.incarnation + 1
+
+    def record(self, event: Event) -> StepStaleness | None:
+        """Write and apply one event; a ``step_trained`` gives its numbers, unless it was lost.
+
+        Raises:
+            TraceError: a value is of a wrong type; counted, neither written nor applied.
+        """
+        with self.lock:
+            self._step = None
+            try:
+                if self._writer is None:
+                    self._apply(decode(encode(event)))
+                else:
+                    self._writer.append(event, applied=self._apply)
+            except TraceError:
+                self.refused += 1
+                raise
+            return self._step
+
+    def close(self) -> None:
+        """Close the trace; a second time does nothing."""
+        with self.lock:
+            if self._writer is not None:
+                self._writer.close()
+
+    def _apply(self, event: Event) -> None:
+        self._step = self.ledger.apply(event)
+        for name, detail in self.ledger.found:
+            _log.warning("violation %s: %s", name, detail)

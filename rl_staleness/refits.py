@@ -1,0 +1,336 @@
+"""The refits of one engine in the order of their numbers, and where their cuts list which call.
+
+It holds what the trace says and answers questions about numbers; what follows for a call's tokens
+is in ``spans.py``. A refit is done, aborted or open: then it may have happened or not. Numbers that
+the trace skips belong to refits whose lines are lost; they are open too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from rl_staleness.events import LARGEST, RefitAborted, RefitCut, RefitDone
+
+__all__ = ["Counts", "Finding", "Refit", "Refits"]
+
+Finding = tuple[str, str]
+"""Name of a violation, and what contradicts what."""
+
+Counts = dict[int, int]
+"""Tokens of one call at each refit whose cut lists it."""
+
+
+@dataclass(slots=True)
+class Refit:
+    """One refit as far as the trace goes, or a run of settled ones that all went the same way."""
+
+    number: int
+    last: int
+    """Highest number of the run."""
+    version: int | None = None
+    """What ``number`` leads to; None where no line says it."""
+    stride: int = 0
+    """Versions from one refit of the run to the next."""
+    state: str = "open"
+    """Then ``done`` or ``aborted``."""
+    cut: bool = False
+    counts_exact: bool = False
+    """The counts of its cut are exact."""
+    complete: bool = False
+    """Its cut is exact and still lists all that it listed: who is not in it was not running."""
+
+    @property
+    def newest(self) -> int | None:
+        """What the last refit of the run leads to."""
+        return self.version_at(self.last)
+
+    def version_at(self, number: int) -> int | None:
+        """What refit ``number`` of the run leads to."""
+        return None if self.version is None else self.version + (number - self.number) * self.stride
+
+    def part(self, first: int, last: int) -> Refit:
+        """The numbers of this run that lie from ``first`` to ``last``."""
+        if first <= self.number and self.last <= last:
+            return self
+        first, last = max(first, self.number), min(last, self.last)
+        return replace(self, number=first, last=last, version=self.version_at(first))
+
+
+@dataclass(slots=True)
+class _Held:
+    """Counts of a call that waiting groups hold."""
+
+    counts: Counts
+    holders: int = 1
+
+
+@dataclass(slots=True)
+class Refits:
+    """One engine's refits since the run, or its last resume, started."""
+
+    start: int
+    """Version that the engine started with."""
+    base: int = 0
+    """Last refit number from before; it and lower ones stand for the start."""
+    orphan_after: int = 64
+    """Refits after which a listed call that nobody published is forgotten."""
+    last: int = 0
+    """Highest refit number so far."""
+    orphans: int = 0
+    """Listed calls that were forgotten before anybody published them."""
+    _refits: dict[int, Refit] = field(default_factory=dict)
+    _order: list[int] = field(default_factory=list)
+    _running: dict[str, Counts] = field(default_factory=dict)
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last = max(self.last, self.base)
+
+    def __len__(self) -> int:
+        """Entries held in memory."""
+        return len(self._refits) + len(self._running) + len(self._held)
+
+    # Lines of the trace, in their order.
+
+    def cut(self, event: RefitCut) -> list[Finding]:
+        """Take a cut; a repeated one replaces the first, that of an aborted refit is void."""
+        refit = self._open(event.refit)
+        found = _lead(refit, event.version)
+        self._unlist(refit)
+        if refit.state != "aborted":
+            refit.cut = True
+            refit.counts_exact = refit.complete = event.exact is not False
+            for call, count in (event.calls or {}).items():
+                self._listed(call)[refit.number] = count
+        self._forget()
+        return found
+
+    def done(self, event: RefitDone) -> list[Finding]:
+        """The engine holds the version from here on."""
+        refit = self._open(event.refit)
+        found = _lead(refit, event.version)
+        if refit.state == "aborted":
+            found.append(("refit_done_and_aborted", f"refit {refit.number} was aborted before"))
+        refit.state = "done"
+        older, newer = self.beside(refit.number)
+        if event.version < older or (newer is not None and event.version > newer):
+            other = older if event.version < older else newer
+            detail = f"refit {refit.number} leads to {event.version}, its neighbour to {other}"
+            found.append(("engine_version_back", detail))
+        self._forget()
+        return found
+
+    def aborted(self, event: RefitAborted) -> list[Finding]:
+        """The refit failed: its cut is void."""
+        refit = self._open(event.refit)
+        was_done = refit.state == "done"
+        refit.state = "aborted"
+        self._unlist(refit)
+        self._forget()
+        if was_done:
+            return [("refit_done_and_aborted", f"refit {refit.number} was done before")]
+        return []
+
+    def hold(self, call: str) -> None:
+        """A group with this call waits: what cuts say of it is needed until its `release`."""
+        held = self._held.get(call)
+        if held is not None:
+            held.holders += 1
+        else:
+            self._held[call] = _Held(self._running.pop(call, {}))
+
+    def release(self, call: str) -> None:
+        """One waiting group less holds this call."""
+        held = self._held[call]
+        held.holders -= 1
+        if not held.holders:
+            del self._held[call]
+
+    # What is known.
+
+    def counts(self, call: str) -> Counts:
+        """Where cuts of refits that were not aborted list this call."""
+        held = self._held.get(call)
+        return self._running.get(call, {}) if held is None else held.counts
+
+    def exact(self, number: int) -> bool:
+        """Whether the counts of this refit's cut are exact."""
+        refit = self.find(number)
+        return refit is not None and refit.counts_exact
+
+    def sole_version(self, after: int, until: int) -> int | None:
+        """The one version of a call that no refit touched, done or open; None if one may have."""
+        if any(refit.state != "aborted" for refit in self.between(after, until)):
+            return None
+        refit = self.find(after)
+        if refit is None:
+            return self.start if after <= self.base else None
+        if refit.state == "aborted":
+            oldest, newest = self.before(after, now=LARGEST)
+            return oldest if oldest == newest else None
+        return refit.version_at(after) if refit.state == "done" else None
+
+    def find(self, number: int) -> Refit | None:
+        """The refit with this number, or the run that holds it, if a line of the trace says so."""
+        at = bisect_right(self._order, number) - 1
+        if at < 0:
+            return None
+        run = self._refits[self._order[at]]
+        return run if number <= run.last else None
+
+    def between(self, begin: int, until: int) -> Iterator[Refit]:
+        """The refits above ``begin`` up to ``until``; open ones where numbers are skipped."""
+        reached = begin
+        for at in range(max(bisect_right(self._order, begin) - 1, 0), len(self._order)):
+            run = self._refits[self._order[at]]
+            if run.number > until:
+                break
+            if run.last <= begin:
+                continue
+            part = run.part(begin + 1, until)
+            if part.number > reached + 1:
+                yield Refit(reached + 1, part.number - 1)
+            yield part
+            reached = part.last
+        if reached < until != LARGEST:
+            yield Refit(reached + 1, until)
+
+    def before(self, number: int, *, now: int) -> tuple[int, int]:
+        """Oldest and newest version that the engine may have had just before refit ``number``.
+
+        Args:
+            now: the newest version that an open refit of unknown version may lead to.
+        """
+        may: list[int] = []
+        lost = False
+        below = number
+        for run in self._down_from(number):
+            lost = lost or run.last + 1 < below
+            below = run.number
+            if run.state == "done" and run.newest is not None:
+                sure = run.newest
+                break
+            if run.state == "open" and run.version is not None:
+                may.append(run.version)
+        else:
+            lost = lost or self.base + 1 < below
+            sure = self.start
+        return min([sure, *may]), max([sure, *may, now if lost else sure])
+
+    def beside(self, number: int) -> tuple[int, int | None]:
+        """The versions that the done refits before and after this one lead to."""
+        older = next((r.newest for r in self._down_from(number) if r.state == "done"), None)
+        above = (self._refits[n] for n in self._order[bisect_right(self._order, number) :])
+        newer = next((r.version for r in above if r.state == "done"), None)
+        return self.start if older is None else older, newer
+
+    def leading_to(self, version: int, *, below: int) -> int | None:
+        """The last done refit below this number that leads to ``version``; the base: the start."""
+        for run in self._down_from(below):
+            if run.state != "done" or run.version is None:
+                continue
+            ahead = version - run.version
+            if run.newest == version:
+                return run.last
+            if run.stride and not ahead % run.stride:
+                number = run.number + ahead // run.stride
+                if run.number <= number <= run.last:
+                    return number
+        return self.base if version == self.start else None
+
+    def may_lead_to(self, version: int) -> bool:
+        """Whether a refit that is open, or whose lines are lost, may explain this version."""
+        return any(
+            refit.state == "open" and refit.version in (None, version)
+            for refit in self.between(self.base, LARGEST)
+        )
+
+    def _down_from(self, number: int) -> Iterator[Refit]:
+        for at in range(bisect_left(self._order, number) - 1, -1, -1):
+            yield self._refits[self._order[at]].part(0, number - 1)
+
+    # What changes, and what is needed no more.
+
+    def _open(self, number: int) -> Refit:
+        """The refit with this number, made or taken out of the run that it was packed into."""
+        self.last = max(self.last, number)
+        run = self.find(number)
+        if run is not None and run.number == run.last:
+            return run
+        parts = [Refit(number, number)]
+        if run is not None:
+            self._order.remove(run.number)
+            below, above = run.part(0, number - 1), run.part(number + 1, LARGEST)
+            parts = [p for p in (below, run.part(number, number), above) if p.number <= p.last]
+        for part in parts:
+            self._refits[part.number] = part
+            insort(self._order, part.number)
+        return self._refits[number]
+
+    def _listed(self, call: str) -> Counts:
+        held = self._held.get(call)
+        if held is not None:
+            return held.counts
+        counts = self._running[call] = self._running.pop(call, {})  # the last one to be listed
+        return counts
+
+    def _unlist(self, refit: Refit) -> None:
+        if refit.cut:
+            for held in self._held.values():
+                held.counts.pop(refit.number, None)
+            for counts in self._running.values():
+                counts.pop(refit.number, None)
+            self._running = {call: counts for call, counts in self._running.items() if counts}
+        refit.cut = refit.counts_exact = refit.complete = False
+
+    def _forget(self) -> None:
+        """Forget calls that nobody published for long, and pack refits that are settled."""
+        while self._running:
+            call, counts = next(iter(self._running.items()))
+            if max(counts) + self.orphan_after > self.last:
+                break
+            del self._running[call]
+            self.orphans += 1
+            for number in counts:
+                self._refits[number].complete = False
+        if len(self._order) > 4 * self.orphan_after + 64:
+            self._pack()
+
+    def _pack(self) -> None:
+        """Join settled refits that went the same way, so that a long history takes no room."""
+        counts = (*self._running.values(), *(held.counts for held in self._held.values()))
+        limit = min([self.last - self.orphan_after, *(min(c) for c in counts if c)])
+        packed: list[Refit] = []
+        for number in self._order:
+            refit = self._refits[number]
+            if packed and refit.last < limit and _goes_on(packed[-1], refit):
+                run = packed[-1]
+                stride = (refit.version or 0) - (run.newest or 0)
+                packed[-1] = replace(run, last=refit.last, stride=stride)
+            else:
+                packed.append(refit)
+        self._order = [refit.number for refit in packed]
+        self._refits = {refit.number: refit for refit in packed}
+
+
+def _lead(refit: Refit, version: int) -> list[Finding]:
+    """Note which version a refit leads to; the later line wins."""
+    before, refit.version = refit.version, version
+    if before is None or before == version:
+        return []
+    return [("refit_version", f"refit {refit.number} leads to {version}, and to {before}")]
+
+
+def _goes_on(run: Refit, refit: Refit) -> bool:
+    """Whether a settled refit goes on with a run."""
+    if refit.number != run.last + 1 or refit.state == "open" or run.state != refit.state:
+        return False
+    if run.state == "aborted":
+        return True
+    step = (refit.version or 0) - (run.newest or 0)
+    even = (run.last == run.number or step == run.stride) and (
+        refit.last == refit.number or step == refit.stride
+    )
+    return run.complete == refit.complete and step >= 0 and even

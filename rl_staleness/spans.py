@@ -1,0 +1,195 @@
+"""From the evidence of a trace to the versions of a call's tokens (DESIGN.md, section 3).
+
+Every token gets the set of versions that may have sampled it, kept as the oldest and the newest of
+the set. Nothing here walks over single tokens, and nothing here decides what the numbers mean.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from rl_staleness.events import LARGEST, Call
+from rl_staleness.ranges import Segment, covered_by, move, overlapping, widen
+from rl_staleness.refits import Counts, Finding, Refit, Refits
+
+__all__ = ["restored_spans", "spans_of"]
+
+
+def spans_of(
+    call: Call, refits: Refits, *, now: int, lost: bool = False
+) -> tuple[list[Segment], list[Finding]]:
+    """Find the versions of a call's tokens, and the facts about it that cannot all be true.
+
+    Args:
+        refits: those of the call's engine.
+        now: version of the step that trains the call; what is not known is not newer than that.
+        lost: lines about this engine are missing, so that only the engine's own spans are sure.
+
+    A call of 90 tokens, begun on version 0 and found with 30 at the cut of a refit to 1:
+    ``[(0, 30, 0, 0), (30, 90, 1, 1)]``.
+    """
+    counts = refits.counts(call.call)
+    begin, oldest, newest, found = _begin(call, counts, refits, now)
+    segments = [(0, call.tokens, oldest, newest)] if call.tokens else []
+    until = LARGEST if call.until is None else call.until
+    if begin is not None and begin < until and (begin < refits.last or until != LARGEST):
+        segments = _follow(call, counts, refits, segments, (begin, until), now, found)
+    if call.spans:
+        _compare(call, counts, refits, segments, found)
+    if lost:
+        found = []
+        segments = _doubtful(call, min((s[2] for s in segments), default=call.version), now)
+    return _as_the_engine_says(call, segments, found)
+
+
+def restored_spans(call: Call, *, now: int) -> tuple[list[Segment], list[Finding]]:
+    """Find the versions of a call that was made before the run's last resume.
+
+    Only its spans speak: refits of before are gone, numbers of today mean others. Tokens that no
+    span holds may be of any version from the call's stamp to ``now``.
+    """
+    return _as_the_engine_says(call, _doubtful(call, call.version, now), [])
+
+
+def _doubtful(call: Call, oldest: int, now: int) -> list[Segment]:
+    """Say of all tokens of a call that nobody knows."""
+    return [(0, call.tokens, oldest, max(oldest, now))] if call.tokens else []
+
+
+def _as_the_engine_says(
+    call: Call, segments: list[Segment], found: list[Finding]
+) -> tuple[list[Segment], list[Finding]]:
+    if not call.spans:
+        return segments, found
+    twice = overlapping(call.spans)
+    if twice is not None:
+        found.append(("spans_overlap", f"{list(twice[0])} and {list(twice[1])}"))
+    return covered_by(call.spans, segments), found
+
+
+def _begin(
+    call: Call, counts: Counts, refits: Refits, now: int
+) -> tuple[int | None, int, int, list[Finding]]:
+    """Say after which refit the call began (None: it is all as stamped) and on which versions."""
+    first = min(counts) if counts else None
+    stamp = call.version
+    if call.after is not None:
+        oldest, newest, found = _begin_after(call.after, stamp, refits, now)
+        if first is None or first > call.after:
+            known = refits.find(call.after) is not None
+            begin = call.after if known else max(call.after, refits.base)
+            return begin, oldest, newest, found
+        if first < call.after or counts[first]:
+            detail = f"after refit {call.after}, but the cut of refit {first} lists it"
+            found.append(("after_contradicts_cut", detail))
+        return first - 1, *refits.before(first, now=now), found
+    number = refits.leading_to(stamp, below=LARGEST if first is None else first)
+    if number is not None:
+        return number, stamp, stamp, []
+    contradiction = [("stamp", f"no refit of the engine explains stamp {stamp}")]
+    if first is None:
+        return None, stamp, stamp, [] if refits.may_lead_to(stamp) else contradiction
+    oldest, newest = refits.before(first, now=now)
+    refit = refits.find(first)
+    begun_in_pause = counts[first] == 0 and refit is not None and stamp == refit.version
+    found = [] if begun_in_pause or oldest <= stamp <= newest else contradiction
+    return first - 1, min(oldest, stamp), max(newest, stamp), found
+
+
+def _begin_after(
+    after: int, stamp: int, refits: Refits, now: int
+) -> tuple[int, int, list[Finding]]:
+    """Versions that a call may have begun on whose engine had refit ``after`` behind it."""
+    refit = refits.find(after)
+    if refit is None and after <= refits.base:
+        oldest = newest = refits.start
+        right = stamp == refits.start
+    else:
+        oldest, newest = refits.before(after, now=now)
+        version = None if refit is None else refit.version_at(after)
+        right = oldest <= stamp <= newest
+        if refit is None or refit.state == "open":
+            right = right or (stamp == version if version is not None else stamp > newest)
+            led = stamp if version is None else version
+            led = led if led > newest else max(led, now)
+            oldest, newest = min(oldest, led), max(newest, led)
+        elif refit.state == "done" and version is not None:
+            right = right or stamp == version
+            oldest = newest = version
+    if right:
+        return oldest, newest, []
+    detail = f"stamp {stamp} is not the version before or after refit {after}"
+    return oldest, newest, [("stamp", detail)]
+
+
+def _follow(
+    call: Call,
+    counts: Counts,
+    refits: Refits,
+    segments: list[Segment],
+    reach: tuple[int, int],
+    now: int,
+    found: list[Finding],
+) -> list[Segment]:
+    """Move the call's tokens on at each refit above the first and up to the last of ``reach``."""
+    exact = [(number, counts[number]) for number in sorted(counts) if refits.exact(number)]
+    floor = 0
+    for refit in refits.between(*reach):
+        place = _place(refit, call, counts, found)
+        if place is None:
+            if refit.complete and refit.last >= max(counts, default=0):
+                break  # it had ended
+            continue
+        later = [count for number, count in exact if number > refit.last]
+        stop = min(place[1], call.tokens, *later)
+        first = floor = min(max(place[0], floor), stop)
+        oldest, newest = refit.version, refit.newest
+        if oldest is None or newest is None:  # lost with its lines: anything up to now
+            oldest = newest = max([now, *(segment[2] for segment in segments[:1])])
+        if refit.state == "done":
+            segments = widen(segments, first, stop, oldest, newest)
+            segments = move(segments, stop, newest, newest)
+        else:
+            segments = widen(segments, first, call.tokens, oldest, newest)
+    if any(a[1] > b[1] for a, b in pairwise(exact)):
+        found.append(("cut_counts_fall", f"tokens {[count for _, count in exact]}"))
+    return segments
+
+
+def _place(
+    refit: Refit, call: Call, counts: Counts, found: list[Finding]
+) -> tuple[int, int] | None:
+    """First and last place that a refit may have in a call; None: it does not touch it."""
+    if refit.state == "aborted":
+        return None
+    count = counts.get(refit.number)
+    if count is not None:
+        return count, count if refit.counts_exact else call.tokens
+    if not refit.complete:
+        return 0, call.tokens
+    later = any(number > refit.number for number in counts)
+    if call.after is not None or any(number < refit.number for number in counts):
+        if later:
+            detail = f"not in the exact cut of refit {refit.number}, but in a later one"
+            found.append(("absent_from_cut", detail))
+        return None
+    return (0, 0) if later else (0, call.tokens)
+
+
+def _compare(
+    call: Call, counts: Counts, refits: Refits, segments: list[Segment], found: list[Finding]
+) -> None:
+    """Hold the engine's spans against the cuts, at the tokens on both sides of an exact count."""
+    places = {p for n, count in counts.items() if refits.exact(n) for p in (count - 1, count)}
+    for place in sorted(places):
+        for start, stop, oldest, newest in segments:
+            if not start <= place < stop:
+                continue
+            for span in call.spans or ():
+                if (
+                    len(span) == 3
+                    and span[0] <= place < span[1]
+                    and not oldest <= span[2] <= newest
+                ):
+                    detail = f"token {place}: span says {span[2]}, cuts say {oldest} to {newest}"
+                    found.append(("span_contradicts_cut", detail))

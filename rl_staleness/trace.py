@@ -1,0 +1,224 @@
+"""``rollout_trace.jsonl``: written line by line while a run goes on, read as a stream.
+
+The writer appends whole lines with one ``write`` each and no fsync: what was written survives the
+death of the process. A line that cannot be written is taken back, so that no torn line ever stands
+in the middle; how many were lost is said by a ``gap`` line as soon as writing works again.
+
+    python -m rl_staleness.trace TRACE     prints a step a row
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, cast
+
+import msgspec
+
+from rl_staleness.events import Event, Gap, RunStarted, TraceError, decode, encode
+from rl_staleness.ledger import Ledger
+from rl_staleness.staleness import StepStaleness
+
+__all__ = ["TraceWriter", "numbered_events", "read", "steps"]
+
+LONGEST_LINE = 1 << 28
+"""Bytes; a longer line is an error, so that rubbish cannot fill the memory."""
+
+_log = logging.getLogger(__name__)
+
+
+def read(path: str | os.PathLike[str]) -> Iterator[Event]:
+    """Read a trace as a stream; a name that ends in ``.gz`` is decompressed on the way.
+
+    A torn last line is left out with a warning.
+
+    Raises:
+        TraceError: ``FILE:LINE: FIELD: reason``, or the file is empty.
+        OSError: it cannot be opened or read.
+    """
+    for _, event in numbered_events(path):
+        yield event
+
+
+def numbered_events(path: str | os.PathLike[str]) -> Iterator[tuple[int, Event]]:
+    """Read a trace like `read`, with the number of each line, from 1."""
+    number = 0
+    with _opened(path) as lines:
+        try:
+            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
+                try:
+                    event = decode(line)
+                except TraceError as error:
+                    if not line.endswith(b"\n") and len(line) < LONGEST_LINE and not _is_json(line):
+                        _log.warning(
+                            "%s:%d: torn last line of %d bytes is left out", path, number, len(line)
+                        )
+                        number -= 1
+                        break
+                    raise TraceError(f"{path}:{number}: {error}") from None
+                if number == 1 and type(event) is not RunStarted:
+                    raise TraceError(f"{path}:1: event: there is no run_started before it")
+                yield number, event
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise TraceError(f"{path}:{number + 1}: line: not readable as gzip: {error}") from error
+    if not number:
+        raise TraceError(f"{path}:1: line: the file holds no trace")
+
+
+def steps(path: str | os.PathLike[str]) -> Iterator[StepStaleness]:
+    """Recompute every step of a trace, in constant memory; errors are those of `read`."""
+    ledger = Ledger()
+    for event in read(path):
+        step = ledger.apply(event)
+        if step is not None:
+            yield step
+
+
+class TraceWriter:
+    """Appends events to one file and knows what is missing in it.
+
+    Args:
+        path: the file to make or go on with. A trace of another run that stands there is left
+            alone: ``rollout_trace-2.jsonl`` beside it is taken, and so on.
+        run: the run's identity.
+
+    Raises:
+        OSError: the file cannot be opened for appending.
+        TraceError: what stands there is no trace.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, run: str) -> None:
+        self.path = _free_path(Path(path), run)
+        self.lost = 0
+        """Lines of this writer that are not in the file."""
+        self._unsaid = 0
+        self.torn = _mend(self.path)
+        """Bytes of a torn last line that were cut off."""
+        self.continued = self.path.exists() and self.path.stat().st_size > 0
+        """The file holds a trace of this run already."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+        self._file: int | None = os.open(self.path, flags, 0o644)
+
+    def append(self, event: Event, *, applied: Callable[[Event], None] | None = None) -> bool:
+        """Write one line; ``applied`` gets what a reader will see of it, and of a gap before it.
+
+        Returns:
+            False if it could not be written; it is lost.
+
+        Raises:
+            TraceError: a value is of a wrong type; nothing was written.
+        """
+        line = encode(event)
+        seen = decode(line)
+        if self._unsaid:
+            gap = Gap(time=event.time, lost=self._unsaid)
+            if not self._write(encode(gap)):
+                return self._lose()
+            self._unsaid = 0
+            if applied is not None:
+                applied(gap)
+        if not self._write(line):
+            return self._lose()
+        if applied is not None:
+            applied(seen)
+        return True
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _lose(self) -> bool:
+        self.lost += 1
+        self._unsaid += 1
+        return False
+
+    def _write(self, line: bytes) -> bool:
+        if self._file is None:
+            return False
+        before = os.fstat(self._file).st_size
+        data = line + b"\n"
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError as error:
+            if not self._unsaid:
+                _log.warning("%s: a line could not be written: %s", self.path, error)
+            if written:
+                os.ftruncate(self._file, before)
+            return False
+        return True
+
+
+def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    if os.fspath(path).endswith(".gz"):
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)
+
+
+def _is_json(line: bytes) -> bool:
+    """Whether a line is whole JSON, so that its error is no tear."""
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+def _free_path(path: Path, run: str) -> Path:
+    """The first of path, path-2, ... that does not exist, is empty, or is a trace of this run."""
+    number, free = 1, path
+    while free.exists() and free.stat().st_size:
+        if next(_runs(free), run) == run:
+            return free
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
+
+
+def _runs(path: Path) -> Iterator[str]:
+    try:
+        for event in read(path):
+            if isinstance(event, RunStarted):
+                yield event.run
+    except TraceError as error:
+        if "holds no trace" not in str(error):
+            raise
+
+
+def _mend(path: Path) -> int:
+    """Give a whole last line its newline and cut off a torn one; the number of bytes cut off."""
+    if not path.exists():
+        return 0
+    with open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = end
+        tail = b""
+        while start and b"\n" not in tail:
+            start = max(0, start - 65536)
+            file.seek(start)
+            tail = file.read(end - start)
+        last = tail[tail.rfind(b"\n") + 1 :]
+        if not last:
+            return 0
+        if _is_json(last):
+            file.seek(end)
+            file.write(b"\n")
+            return 0
+        file.truncate(end - len(last))
+        return len(last)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from rl_staleness.cli import main
+
+    sys.exit(main(["steps", *sys.argv[1:]]))
