@@ -89,7 +89,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
         distribution = importlib.metadata.distribution(name)
         tops = {file.parts[0] for file in distribution.files or []}
         for top in tops - {"..", "__pycache__"}:
-            (folder / top).symlink_to(distribution.locate_file(top))
+            (folder / top).symlink_to(str(distribution.locate_file(top)))
     return folder
 
 
