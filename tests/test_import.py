@@ -51,7 +51,7 @@ def imported_names(source: Path) -> set[str]:
     return names
 
 
-def test_the_package_loads_msgspec_and_nothing_else_from_outside_the_standard_library():
+def test_the_package_loads_nothing_from_outside_the_standard_library_but_msgspec():
     loaded = modules_loaded_by("rl_staleness")
 
     assert third_party(loaded) == {"rl_staleness"}
