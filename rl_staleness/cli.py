@@ -66,12 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
-    """Lay out steps as they come: a header, then a row each."""
-    titles = [title for title, _ in _COLUMNS]
-    yield "  ".join(titles)
+    """Lay out steps as they come: a header before the first of them, then a row each."""
+    header = "  ".join(title for title, _ in _COLUMNS)
     for step in numbers:
+        if header:
+            yield header
+        header = ""
         cells = (str(cell(step)).rjust(len(title)) for title, cell in _COLUMNS[:-1])
         yield "  ".join([*cells, str(_COLUMNS[-1][1](step))])
+    if header:
+        yield header
 
 
 def _print_steps(path: str, *, as_json: bool) -> None:

@@ -55,6 +55,7 @@ class _Line(
     forbid_unknown_fields=True,
     omit_defaults=True,
     tag_field="event",
+    gc=False,
 ):
     time: float
     """Unix seconds at which the line was made."""
@@ -140,14 +141,6 @@ class Call(
     trained: Mask | None = None
     """``[start, stop]`` of the tokens that reach the loss; None: all of them."""
 
-    def __post_init__(self) -> None:
-        for span in self.spans or ():
-            if span[0] > span[1]:
-                raise ValueError(f"spans: {list(span)} starts after its stop")
-            if len(span) == 4 and span[2] > span[3]:
-                raise ValueError(f"spans: {list(span)} has an oldest version above its newest")
-        _check_mask(self.trained or ())
-
 
 class GroupPublished(_Line, frozen=True, tag="group_published"):
     """A finished group becomes available for training."""
@@ -161,6 +154,9 @@ class GroupPublished(_Line, frozen=True, tag="group_published"):
     restored: bool | None = None
     about: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        _check_calls(self.calls)
+
 
 class GroupDropped(_Line, frozen=True, tag="group_dropped"):
     """A group will not be trained."""
@@ -169,6 +165,9 @@ class GroupDropped(_Line, frozen=True, tag="group_dropped"):
     reason: str
     tokens: dict[Whole, Whole] | None = None
     calls: tuple[Call, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_calls(self.calls)
 
 
 class StepTrained(_Line, frozen=True, tag="step_trained"):
@@ -191,9 +190,9 @@ class StepTrained(_Line, frozen=True, tag="step_trained"):
             raise ValueError("groups: a step has either `groups` or `batches`")
         if self.batches is not None and self.updates not in (None, len(self.batches)):
             raise ValueError(f"updates: {self.updates} is not the {len(self.batches)} of `batches`")
-        for masks in (self.trained or {}).values():
-            for mask in masks.values():
-                _check_mask(mask)
+        for group, masks in (self.trained or {}).items():
+            for call, mask in masks.items():
+                _check_mask(mask, f"trained[{group!r}][{call!r}]")
 
     @property
     def num_updates(self) -> int:
@@ -271,10 +270,22 @@ def encode(event: Event) -> bytes:
         raise TraceError(f"{type(event).__struct_config__.tag}: {error}") from error
 
 
-def _check_mask(mask: Sequence[tuple[int, int]]) -> None:
+def _check_calls(calls: tuple[Call, ...] | None) -> None:
+    for number, call in enumerate(calls or ()):
+        if call.spans is None and call.trained is None:
+            continue
+        for span in call.spans or ():
+            if span[0] > span[1]:
+                raise ValueError(f"calls[{number}].spans: {list(span)} starts after its stop")
+            if len(span) == 4 and span[2] > span[3]:
+                raise ValueError(f"calls[{number}].spans: {list(span)} is older than its oldest")
+        _check_mask(call.trained or (), f"calls[{number}].trained")
+
+
+def _check_mask(mask: Sequence[tuple[int, int]], field: str) -> None:
     for start, stop in mask:
         if start > stop:
-            raise ValueError(f"trained: [{start}, {stop}] starts after its stop")
+            raise ValueError(f"{field}: [{start}, {stop}] starts after its stop")
 
 
 def _newer_schema(line: bytes) -> str | None:

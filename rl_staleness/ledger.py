@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,24 +26,15 @@ from rl_staleness.events import (
     TraceError,
     ViolationFound,
 )
-from rl_staleness.groups import GroupTokens, num_trained, tokens_of
+from rl_staleness.groups import GroupTokens, Reader, num_trained
 from rl_staleness.ranges import Segment
 from rl_staleness.refits import Finding, Refits
-from rl_staleness.spans import restored_spans, spans_of
 from rl_staleness.staleness import StepStaleness, Tally, Versions, measure
 
 __all__ = ["Ledger"]
 
 ORPHAN_AFTER = 64
 """Refits after which a listed call that no group published is forgotten, unless a trace says so."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A published group that may still be trained, and what was found about it."""
-
-    event: GroupPublished
-    found: set[Finding] = field(default_factory=set)
 
 
 class Ledger:
@@ -59,7 +49,8 @@ class Ledger:
         self.found: list[Finding] = []
         """Violations that the last event showed, as (name, detail)."""
         self._engines: dict[str, Refits] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, GroupPublished] = {}
+        self._found_before: dict[str, set[tuple[str, str]]] = {}
         self._refit_versions = Versions()
         self._last_refits: dict[str, int] = {}
         self._orphans = 0
@@ -97,14 +88,15 @@ class Ledger:
         """Listed calls that were forgotten because no group published them."""
         return self._orphans + sum(refits.orphans for refits in self._engines.values())
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         """Entries held in memory."""
-        held = sum(len(refits) for refits in self._engines.values())
+        held = sum(refits.size for refits in self._engines.values())
         return held + len(self._waiting) + len(self._refit_versions)
 
     def waiting(self) -> tuple[GroupPublished, ...]:
         """The groups that are published and may still be trained."""
-        return tuple(waiting.event for waiting in self._waiting.values())
+        return tuple(self._waiting.values())
 
     def is_waiting(self, group: str) -> bool:
         """Whether this group is published and may still be trained."""
@@ -127,7 +119,7 @@ class Ledger:
             after: the last refit whose pause began before the call did.
             until: the last refit whose pause began before the call ended.
         """
-        if self._informed is not None and engine not in self._informed:
+        if self._lines_missing(engine):
             return None
         return self._refits(engine).sole_version(after, until)
 
@@ -138,7 +130,7 @@ class Ledger:
 
     def spans(self, call: Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, as the evidence stands."""
-        return self._spans(call, now=self.version)[0]
+        return self._reader(self.version).spans(call, restored=False)[0]
 
     # The events.
 
@@ -152,7 +144,7 @@ class Ledger:
         self._orphans = self.orphans
         self._last_refits.update({name: refits.last for name, refits in self._engines.items()})
         self.run, self.version, self.step = event, event.version, event.step
-        self._engines, self._waiting = {}, {}
+        self._engines, self._waiting, self._found_before = {}, {}, {}
         self._lines_lost, self._informed = False, None
         ahead = {n: v for n, v in (event.engines or {}).items() if v > event.version}
         if ahead:
@@ -179,18 +171,21 @@ class Ledger:
         if event.group in self._waiting:
             self._find("published_again", f"group {event.group!r} is waiting already")
             self._release(event.group)
-        self._waiting[event.group] = _Waiting(event)
-        if event.calls:
-            names = Counter(call.call for call in event.calls)
-            if len(names) != len(event.calls):
-                twice = [name for name, number in names.items() if number > 1]
-                self._find_all(("call_named_twice", f"{n!r} of {event.group!r}") for n in twice)
-            for call in event.calls if not event.restored else ():
+        self._waiting[event.group] = event
+        calls = event.calls
+        if calls is None:
+            return
+        if len(calls) > 1 and len({call.call for call in calls}) < len(calls):
+            names = Counter(call.call for call in calls)
+            twice = [name for name, number in names.items() if number > 1]
+            self._find_all(("call_named_twice", f"{n!r} of {event.group!r}") for n in twice)
+        for call in calls if not event.restored else ():
+            if call.after is None or call.after != call.until:  # the others cannot be in a cut
                 self._refits(call.engine).hold(call.call)
 
     def _group_dropped(self, event: GroupDropped) -> None:
         waiting = self._waiting.get(event.group)
-        self._dropped_tokens += num_trained(event if waiting is None else waiting.event)
+        self._dropped_tokens += num_trained(event if waiting is None else waiting)
         if waiting is not None:
             self._release(event.group)
 
@@ -225,26 +220,26 @@ class Ledger:
         unknown: Counter[int] = Counter()
         spanning_calls = 0
         known: dict[str, GroupTokens] = {}
-        missing = dict.fromkeys(name for name in event.trained or () if name not in self._waiting)
+        masks = event.trained or {}
+        missing = dict.fromkeys(name for name in masks if name not in self._waiting)
+        reader = self._reader(event.version)
         for at, batch in enumerate(_batches(event), start=event.version):
             for name in batch:
-                waiting = self._waiting.get(name)
-                if waiting is None:
-                    missing[name] = None
-                    continue
                 tokens = known.get(name)
                 if tokens is None:
-                    tokens = known[name] = tokens_of(
-                        waiting.event,
-                        masks=(event.trained or {}).get(name),
-                        consumed_at=at,
-                        spans=partial(self._spans, now=event.version, group=waiting.event),
-                        find=partial(_find_once, find, waiting) if find else _ignore,
-                    )
-                for (oldest, newest), count in tokens.by_versions.items():
-                    tally[at, oldest, newest, tokens.newest_counted] += count
-                unknown[at] += tokens.unknown
-                spanning_calls += tokens.spanning_calls
+                    group = self._waiting.get(name)
+                    if group is None:
+                        missing[name] = None
+                        continue
+                    once = partial(self._find_once, find, name) if find else _ignore
+                    tokens = reader.tokens(group, masks=masks.get(name), at=at, find=once)
+                    known[name] = tokens
+                by_versions, number, spanning, end = tokens
+                for (oldest, newest), count in by_versions.items():
+                    tally[at, oldest, newest, end] += count
+                if number:
+                    unknown[at] += number
+                spanning_calls += spanning
         for name in missing:
             if find is not None:
                 find("unknown_group", f"group {name!r} is not waiting")
@@ -262,13 +257,11 @@ class Ledger:
             refit_seconds=self._refit_seconds,
         )
 
-    def _spans(
-        self, call: Call, *, now: int, group: GroupPublished | None = None
-    ) -> tuple[list[Segment], list[Finding]]:
-        if group is not None and group.restored:
-            return restored_spans(call, now=now)
-        lost = self._informed is not None and call.engine not in self._informed
-        return spans_of(call, self._refits(call.engine), now=now, lost=lost)
+    def _reader(self, now: int) -> Reader:
+        return Reader(self._refits, lost=self._lines_missing, now=now)
+
+    def _lines_missing(self, engine: str) -> bool:
+        return self._informed is not None and engine not in self._informed
 
     def _refits(self, engine: str) -> Refits:
         refits = self._engines.get(engine)
@@ -283,15 +276,27 @@ class Ledger:
         return refits
 
     def _release(self, group: str) -> None:
-        event = self._waiting.pop(group).event
+        event = self._waiting.pop(group)
+        self._found_before.pop(group, None)
         for call in (event.calls or ()) if not event.restored else ():
-            self._refits(call.engine).release(call.call)
+            if call.after is None or call.after != call.until:
+                self._refits(call.engine).release(call.call)
 
     def _find(self, name: str, detail: str) -> None:
         """Count a violation, unless lines that were lost just before may explain it."""
         if not self._lines_lost:
             self.found.append((name, detail))
             self._violations += 1
+
+    def _find_once(
+        self, find: Callable[[str, str], None], group: str, name: str, call: str, detail: str
+    ) -> None:
+        """Count a violation once a name and call (or group), however often the group is trained."""
+        found = self._found_before.setdefault(group, set())
+        if (name, call) not in found:
+            found.add((name, call))
+            subject = f"call {call!r} of group" if call else "group"
+            find(name, f"{subject} {group!r}: {detail}")
 
     def _find_all(self, found: Iterable[Finding]) -> None:
         for name, detail in found:
@@ -304,13 +309,3 @@ def _batches(event: StepTrained) -> tuple[tuple[str, ...], ...]:
 
 def _ignore(name: str, call: str, detail: str) -> None:
     """Leave a violation to the step that really trains."""
-
-
-def _find_once(
-    find: Callable[[str, str], None], waiting: _Waiting, name: str, call: str, detail: str
-) -> None:
-    """Count a violation once a name and call (or group), also when the group is trained again."""
-    if (name, call) not in waiting.found:
-        waiting.found.add((name, call))
-        subject = f"call {call!r} of group" if call else "group"
-        find(name, f"{subject} {waiting.event.group!r}: {detail}")

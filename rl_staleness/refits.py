@@ -59,14 +59,6 @@ class Refit:
 
 
 @dataclass(slots=True)
-class _Held:
-    """Counts of a call that waiting groups hold."""
-
-    counts: Counts
-    holders: int = 1
-
-
-@dataclass(slots=True)
 class Refits:
     """One engine's refits since the run, or its last resume, started."""
 
@@ -82,15 +74,19 @@ class Refits:
     """Listed calls that were forgotten before anybody published them."""
     _refits: dict[int, Refit] = field(default_factory=dict)
     _order: list[int] = field(default_factory=list)
-    _running: dict[str, Counts] = field(default_factory=dict)
-    _held: dict[str, _Held] = field(default_factory=dict)
+    listed: dict[str, Counts] = field(default_factory=dict)
+    """Counts of each call that a cut lists, those that were listed last at the end."""
+    _holders: dict[str, int] = field(default_factory=dict)  # waiting groups by call
+    aside: dict[str, Counts] = field(default_factory=dict)
+    """The same of calls that were listed long ago, and are held."""
 
     def __post_init__(self) -> None:
         self.last = max(self.last, self.base)
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         """Entries held in memory."""
-        return len(self._refits) + len(self._running) + len(self._held)
+        return len(self._refits) + len(self.listed) + len(self._holders) + len(self.aside)
 
     # Lines of the trace, in their order.
 
@@ -102,8 +98,7 @@ class Refits:
         if refit.state != "aborted":
             refit.cut = True
             refit.counts_exact = refit.complete = event.exact is not False
-            for call, count in (event.calls or {}).items():
-                self._listed(call)[refit.number] = count
+            self._list(refit.number, event.calls or {})
         self._forget()
         return found
 
@@ -135,25 +130,23 @@ class Refits:
 
     def hold(self, call: str) -> None:
         """A group with this call waits: what cuts say of it is needed until its `release`."""
-        held = self._held.get(call)
-        if held is not None:
-            held.holders += 1
-        else:
-            self._held[call] = _Held(self._running.pop(call, {}))
+        self._holders[call] = self._holders.get(call, 0) + 1
 
     def release(self, call: str) -> None:
-        """One waiting group less holds this call."""
-        held = self._held[call]
-        held.holders -= 1
-        if not held.holders:
-            del self._held[call]
+        """One waiting group less holds this call; when it was the last, the cuts forget it."""
+        holders = self._holders.get(call, 1) - 1
+        if holders:
+            self._holders[call] = holders
+            return
+        self._holders.pop(call, None)
+        self.aside.pop(call, None)
+        self.listed.pop(call, None)
 
     # What is known.
 
     def counts(self, call: str) -> Counts:
         """Where cuts of refits that were not aborted list this call."""
-        held = self._held.get(call)
-        return self._running.get(call, {}) if held is None else held.counts
+        return self.listed.get(call) or self.aside.get(call) or {}
 
     def exact(self, number: int) -> bool:
         """Whether the counts of this refit's cut are exact."""
@@ -269,29 +262,35 @@ class Refits:
             insort(self._order, part.number)
         return self._refits[number]
 
-    def _listed(self, call: str) -> Counts:
-        held = self._held.get(call)
-        if held is not None:
-            return held.counts
-        counts = self._running[call] = self._running.pop(call, {})  # the last one to be listed
-        return counts
+    def _list(self, refit: int, calls: dict[str, int]) -> None:
+        listed, aside = self.listed, self.aside
+        for call, count in calls.items():
+            counts = listed.pop(call, None) or aside.pop(call, None)
+            if counts is None:
+                listed[call] = {refit: count}
+            else:
+                counts[refit] = count
+                listed[call] = counts  # at the end: the last one to be listed
 
     def _unlist(self, refit: Refit) -> None:
         if refit.cut:
-            for held in self._held.values():
-                held.counts.pop(refit.number, None)
-            for counts in self._running.values():
-                counts.pop(refit.number, None)
-            self._running = {call: counts for call, counts in self._running.items() if counts}
+            for calls in (self.listed, self.aside):
+                for call in [call for call, counts in calls.items() if refit.number in counts]:
+                    del calls[call][refit.number]
+                    if not calls[call]:
+                        del calls[call]
         refit.cut = refit.counts_exact = refit.complete = False
 
     def _forget(self) -> None:
         """Forget calls that nobody published for long, and pack refits that are settled."""
-        while self._running:
-            call, counts = next(iter(self._running.items()))
+        while self.listed:
+            call, counts = next(iter(self.listed.items()))
             if max(counts) + self.orphan_after > self.last:
                 break
-            del self._running[call]
+            del self.listed[call]
+            if call in self._holders:
+                self.aside[call] = counts
+                continue
             self.orphans += 1
             for number in counts:
                 self._refits[number].complete = False
@@ -300,8 +299,8 @@ class Refits:
 
     def _pack(self) -> None:
         """Join settled refits that went the same way, so that a long history takes no room."""
-        counts = (*self._running.values(), *(held.counts for held in self._held.values()))
-        limit = min([self.last - self.orphan_after, *(min(c) for c in counts if c)])
+        counts = (*self.listed.values(), *self.aside.values())
+        limit = min([self.last - self.orphan_after, *(min(c) for c in counts)])
         packed: list[Refit] = []
         for number in self._order:
             refit = self._refits[number]

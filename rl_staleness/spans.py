@@ -12,7 +12,7 @@ from rl_staleness.events import LARGEST, Call
 from rl_staleness.ranges import Segment, covered_by, move, overlapping, widen
 from rl_staleness.refits import Counts, Finding, Refit, Refits
 
-__all__ = ["restored_spans", "spans_of"]
+__all__ = ["restored_spans", "ruled_spans", "spans_of"]
 
 
 def spans_of(
@@ -29,17 +29,25 @@ def spans_of(
     ``[(0, 30, 0, 0), (30, 90, 1, 1)]``.
     """
     counts = refits.counts(call.call)
-    begin, oldest, newest, found = _begin(call, counts, refits, now)
-    segments = [(0, call.tokens, oldest, newest)] if call.tokens else []
-    until = LARGEST if call.until is None else call.until
-    if begin is not None and begin < until and (begin < refits.last or until != LARGEST):
-        segments = _follow(call, counts, refits, segments, (begin, until), now, found)
+    segments, found = ruled_spans(call, counts, refits, now=now)
     if call.spans:
         _compare(call, counts, refits, segments, found)
     if lost:
         found = []
         segments = _doubtful(call, min((s[2] for s in segments), default=call.version), now)
     return _as_the_engine_says(call, segments, found)
+
+
+def ruled_spans(
+    call: Call, counts: Counts, refits: Refits, *, now: int
+) -> tuple[list[Segment], list[Finding]]:
+    """Find what refits and cuts alone say: one segment before and after each count, at most."""
+    begin, oldest, newest, found = _begin(call, counts, refits, now)
+    segments = [(0, call.tokens, oldest, newest)] if call.tokens else []
+    until = LARGEST if call.until is None else call.until
+    if begin is not None and begin < until and (begin < refits.last or until != LARGEST):
+        segments = _follow(call, counts, refits, segments, (begin, until), now, found)
+    return segments, found
 
 
 def restored_spans(call: Call, *, now: int) -> tuple[list[Segment], list[Finding]]:

@@ -15,6 +15,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -48,15 +49,17 @@ def read(path: str | os.PathLike[str]) -> Iterator[Event]:
 def numbered_events(path: str | os.PathLike[str]) -> Iterator[tuple[int, Event]]:
     """Read a trace like `read`, with the number of each line, from 1."""
     number = 0
-    with _opened(path) as lines:
+    with _opened(path) as file:
+        lines = iter(partial(file.readline, LONGEST_LINE), b"")
         try:
-            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
+            for number, line in enumerate(lines, start=1):
                 try:
                     event = decode(line)
                 except TraceError as error:
-                    if not line.endswith(b"\n") and len(line) < LONGEST_LINE and not _is_json(line):
+                    if _is_torn(line):
+                        size = len(line)
                         _log.warning(
-                            "%s:%d: torn last line of %d bytes is left out", path, number, len(line)
+                            "%s:%d: torn last line, %d bytes, left out", path, number, size
                         )
                         number -= 1
                         break
@@ -72,9 +75,9 @@ def numbered_events(path: str | os.PathLike[str]) -> Iterator[tuple[int, Event]]
 
 def steps(path: str | os.PathLike[str]) -> Iterator[StepStaleness]:
     """Recompute every step of a trace, in constant memory; errors are those of `read`."""
-    ledger = Ledger()
-    for event in read(path):
-        step = ledger.apply(event)
+    apply = Ledger().apply
+    for _, event in numbered_events(path):
+        step = apply(event)
         if step is not None:
             yield step
 
@@ -161,6 +164,11 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
     if os.fspath(path).endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line that is no event is one that was being written when its process died."""
+    return not line.endswith(b"\n") and len(line) < LONGEST_LINE and not _is_json(line)
 
 
 def _is_json(line: bytes) -> bool:
