@@ -1,7 +1,7 @@
 """What our imports cost beside ``import msgspec``: ratios, best of 20 each, in turns.
 
-Exits 1 if ``import rl_staleness`` costs more than ``LIMIT`` times as much. Its names are loaded when
-they are first asked for: the second line says what all of them cost.
+Exits 1 if ``import rl_staleness`` costs more than ``LIMIT`` times as much. Its names are loaded
+when they are first asked for: the second line says what all of them cost.
 """
 
 from __future__ import annotations
