@@ -1,9 +1,9 @@
-"""A published group's trained tokens by the versions that may have sampled them."""
+"""The trained tokens of a step, group by group, by the versions that may have sampled them."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -12,98 +12,105 @@ from rl_staleness.ranges import Segment, within
 from rl_staleness.refits import Finding, Refits
 from rl_staleness.spans import restored_spans, ruled_spans, spans_of
 
-__all__ = ["Find", "GroupTokens", "Reader", "num_trained"]
+__all__ = ["Find", "StepTokens", "num_trained"]
 
-Find = Callable[[str, str, str], None]
-"""Takes the name of a violation, the call that it is about ("" if none), and the detail."""
+Find = Callable[[str, str, str, str], None]
+"""Takes a group, a call of it ("" if none), the name of a violation that they show, the detail."""
 
-_Pairs = tuple[tuple[int, int], tuple[int, int]]
-"""(oldest, newest) of a call's tokens before and after the one count of it."""
+_Versions = tuple[int, int]
+"""(oldest, newest) that may have sampled a token; it counts under the oldest."""
 
 _Key = tuple[str, int, int | None, int | None, int | None]
 
 
-class GroupTokens(NamedTuple):
-    """Trained tokens of a group, as the evidence stands at one step."""
-
-    by_versions: dict[tuple[int, int], int]
-    """By (oldest, newest); a token counts under the oldest."""
-    unknown: int
-    """Tokens without any version."""
-    spanning_calls: int
-    newest_counted: int
-    """The newest version that a token counts under: until there the group was in flight."""
-
-
-class Reader:
-    """Reads groups as the evidence of one moment says, while no event comes in between.
+class StepTokens:
+    """Adds up the groups of one step, as the evidence stands at that moment.
 
     Most calls of a step began and ended alike: what is found for one of them, with the count of at
-    most one cut, holds for all, so that the time for a step goes into its odd calls.
+    most one cut, holds for all, so that the time of a step goes into its odd calls.
 
     Args:
         refits: those of an engine.
         lost: whether lines about an engine are missing.
         now: version of the step.
+        find: is told of facts that cannot all be true.
     """
 
     def __init__(
-        self, refits: Callable[[str], Refits], *, lost: Callable[[str], bool], now: int
+        self,
+        refits: Callable[[str], Refits],
+        *,
+        lost: Callable[[str], bool],
+        now: int,
+        find: Find,
     ) -> None:
+        self.by_versions: defaultdict[int, dict[_Versions, int]] = defaultdict(dict)
+        """Tokens by the version at which they were consumed, and by their versions."""
+        self.unknown: Counter[int] = Counter()
+        """Tokens without any version, by the version at which they were consumed."""
+        self.spanning_calls = 0
+        self.arrived = 0
+        """Sum over the tokens of the newest version that counts in the token's group."""
         self._refits = refits
         self._lost = lost
         self._now = now
-        self._alike: dict[_Key, _Pairs | None] = {}
+        self._find = find
+        self._alike: dict[_Key, tuple[_Versions, _Versions] | None] = {}
         self._engines: dict[str, Refits] = {}
 
-    def tokens(
-        self, group: GroupPublished, *, masks: Mapping[str, Mask] | None, at: int, find: Find
-    ) -> GroupTokens:
-        """Add up a group's trained tokens.
+    def add(self, group: GroupPublished, masks: Mapping[str, Mask] | None, at: int) -> None:
+        """Add a group's trained tokens.
 
         Args:
             masks: loss masks by call that became known at the step; other calls keep theirs.
-            at: version of the update that consumes the group first.
-            find: is told of facts that cannot all be true.
+            at: version of the update that consumes the group.
         """
-        by: dict[tuple[int, int], int] = {}
-        spanning = 0
+        by, alike, engines = self.by_versions[at], self._alike, self._engines
+        total, newest = 0, -1
         for version, count in (group.tokens or {}).items():
             if count:
-                by[version, version] = count
+                total += count
+                newest = version if version > newest else newest
+                versions = (version, version)
+                by[versions] = by.get(versions, 0) + count
         plain = masks is None and not group.restored
-        alike, engines = self._alike, self._engines
         for call in group.calls or ():
-            refits = engines.get(call.engine) or self._engine(call.engine)
+            engine, tokens = call.engine, call.tokens
+            refits = engines.get(engine) or self._engine(engine)
             counts = refits.listed.get(call.call)
             if counts is None and refits.aside:
                 counts = refits.aside.get(call.call)
-            refit, place = None, call.tokens
+            refit, place, pairs = None, tokens, None
             if counts is not None:
                 refit, place = next(iter(counts.items()))
-            pairs = None
             whole = plain and call.spans is None and call.trained is None
             if whole and (counts is None or len(counts) == 1):
-                key = (call.engine, call.version, call.after, call.until, refit)
+                key = (engine, call.version, call.after, call.until, refit)
                 pairs = alike[key] if key in alike else self._probe(key, call)
             if pairs is None or not place:
-                spanning += self._add_odd(call, group, masks, at, by, find)
+                for start, stop, oldest, last in self._odd(call, group, masks):
+                    total += stop - start
+                    newest = max(newest, oldest)
+                    by[oldest, last] = by.get((oldest, last), 0) + stop - start
                 continue
             versions, since = pairs
-            if place >= call.tokens:
-                by[versions] = by.get(versions, 0) + call.tokens
-            else:
-                by[versions] = by.get(versions, 0) + place
-                by[since] = by.get(since, 0) + call.tokens - place
-                spanning += versions[0] != since[0]
-        newest = max(by)[0] if by else 0
+            total += tokens
+            if place < tokens:
+                by[since] = by.get(since, 0) + tokens - place
+                newest = since[0] if since[0] > newest else newest
+                self.spanning_calls += versions[0] != since[0]
+                tokens = place
+            by[versions] = by.get(versions, 0) + tokens
+            newest = versions[0] if versions[0] > newest else newest
+        self.arrived += newest * total
+        if group.unknown:
+            self.unknown[at] += group.unknown
         if newest > at:
-            self._find_negative(group, masks, at, find)
-        if masks:
-            names = {call.call for call in group.calls or ()}
-            for name in masks.keys() - names:
-                find("mask_of_unknown_call", name, "it was not published one by one")
-        return GroupTokens(by, group.unknown or 0, spanning, newest)
+            self._find_negative(group, masks, at)
+        for name in masks or ():
+            if all(call.call != name for call in group.calls or ()):
+                detail = "it was not published one by one"
+                self._find(group.group, name, "mask_of_unknown_call", detail)
 
     def spans(self, call: Call, *, restored: bool | None) -> tuple[list[Segment], list[Finding]]:
         """The versions of all tokens of one call, and what was found about it."""
@@ -112,8 +119,8 @@ class Reader:
         refits = self._engine(call.engine)
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
 
-    def _probe(self, key: _Key, call: Call) -> _Pairs | None:
-        """Find the versions of calls like this one; None if each has to be looked at."""
+    def _probe(self, key: _Key, call: Call) -> tuple[_Versions, _Versions] | None:
+        """The versions before and after its one count of any call like this; None: look at each."""
         pairs = None
         if not self._lost(call.engine):
             refit = key[-1]
@@ -128,41 +135,36 @@ class Reader:
         self._alike[key] = pairs
         return pairs
 
-    def _add_odd(
-        self,
-        call: Call,
-        group: GroupPublished,
-        masks: Mapping[str, Mask] | None,
-        at: int,
-        by: dict[tuple[int, int], int],
-        find: Find,
-    ) -> bool:
-        """Add one call with everything that may be said of it; whether it spans versions."""
+    def _odd(
+        self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None
+    ) -> list[Segment]:
+        """The trained tokens of one call with everything that may be said of it."""
         segments, found = self.spans(call, restored=group.restored)
         for name, detail in found:
-            find(name, call.call, detail)
+            self._find(group.group, call.call, name, detail)
         mask = call.trained if masks is None else masks.get(call.call, call.trained)
         if mask is not None:
             if any(stop > call.tokens for _, stop in mask):
-                find("mask_beyond_call", call.call, f"only {call.tokens} tokens were made")
+                detail = f"only {call.tokens} tokens were made"
+                self._find(group.group, call.call, "mask_beyond_call", detail)
             segments = within(segments, mask)
-        for start, stop, oldest, newest in segments:
-            by[oldest, newest] = by.get((oldest, newest), 0) + stop - start
-        return len({segment[2] for segment in segments}) > 1
+        self.spanning_calls += len({segment[2] for segment in segments}) > 1
+        return segments
 
     def _find_negative(
-        self, group: GroupPublished, masks: Mapping[str, Mask] | None, at: int, find: Find
+        self, group: GroupPublished, masks: Mapping[str, Mask] | None, at: int
     ) -> None:
         """Name what is younger than the update that consumed it."""
+        spanning = self.spanning_calls
         for version, count in (group.tokens or {}).items():
             if count and version > at:
-                find("negative_age", "", f"version {version}, trained at {at}")
+                self._find(group.group, "", "negative_age", f"version {version}, trained at {at}")
         for call in group.calls or ():
-            by: dict[tuple[int, int], int] = {}
-            self._add_odd(call, group, masks, at, by, lambda *_: None)
-            newest = max(by)[0] if by else 0
+            newest = max((s[2] for s in self._odd(call, group, masks)), default=0)
             if newest > at:
-                find("negative_age", call.call, f"version {newest}, trained at {at}")
+                detail = f"version {newest}, trained at {at}"
+                self._find(group.group, call.call, "negative_age", detail)
+        self.spanning_calls = spanning
 
     def _engine(self, name: str) -> Refits:
         refits = self._engines[name] = self._refits(name)

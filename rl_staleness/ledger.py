@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from rl_staleness.events import (
@@ -26,10 +25,10 @@ from rl_staleness.events import (
     TraceError,
     ViolationFound,
 )
-from rl_staleness.groups import GroupTokens, Reader, num_trained
+from rl_staleness.groups import Find, StepTokens, num_trained
 from rl_staleness.ranges import Segment
 from rl_staleness.refits import Finding, Refits
-from rl_staleness.staleness import StepStaleness, Tally, Versions, measure
+from rl_staleness.staleness import StepStaleness, Versions, measure
 
 __all__ = ["Ledger"]
 
@@ -126,11 +125,11 @@ class Ledger:
     def age(self, groups: Iterable[str]) -> StepStaleness:
         """What a step that trained these groups now would report; nothing changes."""
         event = StepTrained(time=0.0, step=self.step, version=self.version, groups=tuple(groups))
-        return self._measure(event, find=None)
+        return self._measure(event, find=lambda *_: None)
 
     def spans(self, call: Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, as the evidence stands."""
-        return self._reader(self.version).spans(call, restored=False)[0]
+        return self._tokens(self.version, lambda *_: None).spans(call, restored=False)[0]
 
     # The events.
 
@@ -179,9 +178,10 @@ class Ledger:
             names = Counter(call.call for call in calls)
             twice = [name for name, number in names.items() if number > 1]
             self._find_all(("call_named_twice", f"{n!r} of {event.group!r}") for n in twice)
+        engines = self._engines
         for call in calls if not event.restored else ():
             if call.after is None or call.after != call.until:  # the others cannot be in a cut
-                self._refits(call.engine).hold(call.call)
+                (engines.get(call.engine) or self._refits(call.engine)).hold(call.call)
 
     def _group_dropped(self, event: GroupDropped) -> None:
         waiting = self._waiting.get(event.group)
@@ -194,10 +194,12 @@ class Ledger:
             self._find("step_version", f"updates {event.version}, the count is {self.version}")
         if event.step != self.step:
             self._find("step_number", f"is {event.step}, the count is {self.step}")
-        numbers = self._measure(event, find=self._find)
-        for group in {name for batch in _batches(event) for name in batch} - set(event.kept or ()):
-            if group in self._waiting:
-                self._release(group)
+        numbers = self._measure(event, find=self._find_once)
+        kept = set(event.kept or ())
+        for batch in _batches(event):
+            for group in batch:
+                if group in self._waiting and group not in kept:
+                    self._release(group)
         self.version, self.step = event.version + event.num_updates, event.step + 1
         self._violations = self._dropped_tokens = 0
         self._refit_seconds = 0.0
@@ -213,52 +215,36 @@ class Ledger:
 
     # What they lead to.
 
-    def _measure(
-        self, event: StepTrained, *, find: Callable[[str, str], None] | None
-    ) -> StepStaleness:
-        tally: Tally = Counter()
-        unknown: Counter[int] = Counter()
-        spanning_calls = 0
-        known: dict[str, GroupTokens] = {}
+    def _measure(self, event: StepTrained, *, find: Find) -> StepStaleness:
         masks = event.trained or {}
         missing = dict.fromkeys(name for name in masks if name not in self._waiting)
-        reader = self._reader(event.version)
+        tokens = self._tokens(event.version, find)
         for at, batch in enumerate(_batches(event), start=event.version):
             for name in batch:
-                tokens = known.get(name)
-                if tokens is None:
-                    group = self._waiting.get(name)
-                    if group is None:
-                        missing[name] = None
-                        continue
-                    once = partial(self._find_once, find, name) if find else _ignore
-                    tokens = reader.tokens(group, masks=masks.get(name), at=at, find=once)
-                    known[name] = tokens
-                by_versions, number, spanning, end = tokens
-                for (oldest, newest), count in by_versions.items():
-                    tally[at, oldest, newest, end] += count
-                if number:
-                    unknown[at] += number
-                spanning_calls += spanning
+                group = self._waiting.get(name)
+                if group is None:
+                    missing[name] = None
+                else:
+                    tokens.add(group, masks.get(name), at)
         for name in missing:
-            if find is not None:
-                find("unknown_group", f"group {name!r} is not waiting")
+            find(name, "", "unknown_group", "it is not waiting")
         return measure(
-            tally,
-            unknown,
+            tokens.by_versions,
+            tokens.unknown,
+            arrived=tokens.arrived,
             refit_versions=self._refit_versions,
             late_updates=max(event.num_updates - 1, 0) if event.batches is None else 0,
             complete=not missing,
             step=event.step,
             version=event.version,
-            spanning_calls=spanning_calls,
+            spanning_calls=tokens.spanning_calls,
             violations=self._violations,
             dropped_tokens=self._dropped_tokens,
             refit_seconds=self._refit_seconds,
         )
 
-    def _reader(self, now: int) -> Reader:
-        return Reader(self._refits, lost=self._lines_missing, now=now)
+    def _tokens(self, now: int, find: Find) -> StepTokens:
+        return StepTokens(self._refits, lost=self._lines_missing, now=now, find=find)
 
     def _lines_missing(self, engine: str) -> bool:
         return self._informed is not None and engine not in self._informed
@@ -277,10 +263,11 @@ class Ledger:
 
     def _release(self, group: str) -> None:
         event = self._waiting.pop(group)
-        self._found_before.pop(group, None)
+        if self._found_before:
+            self._found_before.pop(group, None)
         for call in (event.calls or ()) if not event.restored else ():
             if call.after is None or call.after != call.until:
-                self._refits(call.engine).release(call.call)
+                self._engines[call.engine].release(call.call)
 
     def _find(self, name: str, detail: str) -> None:
         """Count a violation, unless lines that were lost just before may explain it."""
@@ -288,15 +275,16 @@ class Ledger:
             self.found.append((name, detail))
             self._violations += 1
 
-    def _find_once(
-        self, find: Callable[[str, str], None], group: str, name: str, call: str, detail: str
-    ) -> None:
+    def _find_once(self, group: str, call: str, name: str, detail: str) -> None:
         """Count a violation once a name and call (or group), however often the group is trained."""
+        if group not in self._waiting:
+            self._find(name, f"group {group!r}: {detail}")
+            return
         found = self._found_before.setdefault(group, set())
         if (name, call) not in found:
             found.add((name, call))
             subject = f"call {call!r} of group" if call else "group"
-            find(name, f"{subject} {group!r}: {detail}")
+            self._find(name, f"{subject} {group!r}: {detail}")
 
     def _find_all(self, found: Iterable[Finding]) -> None:
         for name, detail in found:
@@ -305,7 +293,3 @@ class Ledger:
 
 def _batches(event: StepTrained) -> tuple[tuple[str, ...], ...]:
     return event.batches if event.batches is not None else (event.groups or (),)
-
-
-def _ignore(name: str, call: str, detail: str) -> None:
-    """Leave a violation to the step that really trains."""

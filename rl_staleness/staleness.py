@@ -12,10 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["StepStaleness", "Tally", "Versions", "measure"]
-
-Tally = Counter[tuple[int, int, int, int]]
-"""Trained tokens by (consumed at, oldest, newest, the newest that counts in their group)."""
+__all__ = ["StepStaleness", "Versions", "measure"]
 
 LOGGED = (
     "batch_age",
@@ -125,9 +122,10 @@ class Versions:
 
 
 def measure(
-    tally: Tally,
+    by_versions: Mapping[int, Mapping[tuple[int, int], int]],
     unknown: Mapping[int, int],
     *,
+    arrived: int,
     refit_versions: Versions,
     late_updates: int,
     complete: bool,
@@ -136,27 +134,30 @@ def measure(
     """Compute a step's numbers.
 
     Args:
-        tally: trained tokens that have a version, or bounds.
-        unknown: trained tokens without any, by the version at which they were consumed.
+        by_versions: trained tokens by the version of the update that consumed them, and by the
+            oldest and newest version that may have sampled them.
+        unknown: trained tokens without any version, by that of the update.
+        arrived: sum over the tokens of the newest version that counts in the token's group.
         late_updates: updates of the step after its first in which any token may have been consumed.
         complete: False if the step named groups whose tokens nobody knows.
         rest: the fields that are no matter of ages.
     """
-    aged = tally.total()
+    tally = [(at, *v, count) for at, by in by_versions.items() for v, count in by.items()]
+    aged = sum(count for *_, count in tally)
     tokens = aged + sum(unknown.values())
     ages: Counter[int] = Counter()
     by_version: Counter[int] = Counter()
-    age = low = high = in_flight = refits = covered = 0
-    for (at, oldest, newest, end), count in tally.items():
+    age = low = refits = covered = 0
+    in_flight = arrived
+    for at, oldest, newest, count in tally:
         ages[at - oldest] += count
         by_version[oldest] += count
         age += (at - oldest) * count
         low += (at - newest) * count
-        high += (at - oldest) * count
-        in_flight += (end - oldest) * count
+        in_flight -= oldest * count
         refits += refit_versions.between(oldest, at) * count
         covered += count if oldest == newest else 0
-    high += sum(at * count for at, count in unknown.items())
+    high = age + sum(at * count for at, count in unknown.items()) + late_updates * tokens
 
     def share(total: int, of: int) -> float | None:
         return total / of if of else None
@@ -171,7 +172,7 @@ def measure(
         batch_age_refits=share(refits, aged),
         coverage=share(covered, tokens) if complete else None,
         age_lo=share(low, tokens),
-        age_hi=share(high + late_updates * tokens, tokens),
+        age_hi=share(high, tokens),
         tokens=tokens,
         tokens_by_version=dict(sorted(by_version.items())),
         tokens_by_age=dict(sorted(ages.items())),
