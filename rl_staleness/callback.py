@@ -168,6 +168,11 @@ class StalenessCallback:
         """Where the trace is written."""
         return self._recorder.path
 
+    @property
+    def silent_engines(self) -> frozenset[str]:
+        """Engines that did not answer in time, and have not answered since."""
+        return frozenset(self._guard.silent)
+
     def age(self, group: Group | str) -> StepStaleness:
         """How old a waiting group is: what a step that trained it alone now would report."""
         with self._recorder.lock:

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rl_staleness.pauses import Answer
 
@@ -46,6 +46,8 @@ class Guard:
         self.failures: Counter[str] = Counter()
         """How often what went wrong."""
         self.strict = strict
+        self.silent: set[str] = set()
+        """Engines that did not answer in time, and have not answered since."""
         self._timeout = timeout
 
     def __call__(self, what: str) -> _Guarded:
@@ -64,17 +66,27 @@ class Guard:
 
     def wait(self, answers: Sequence[Answer]) -> None:
         """Wait for engines to take notice, blocking, up to the limit in time."""
-        waiting = [answer.noticed for answer in answers if not answer.noticed.done()]
-        if waiting:
-            concurrent.futures.wait(waiting, timeout=self._timeout)
+        for answers_in, seconds in self._patience(answers):
+            concurrent.futures.wait([a.noticed for a in answers_in], timeout=seconds)
         self._look_at(answers)
 
     async def wait_async(self, answers: Sequence[Answer]) -> None:
         """Wait for engines to take notice, without blocking the loop, up to the limit in time."""
-        waiting = [asyncio.wrap_future(a.noticed) for a in answers if not a.noticed.done()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=self._timeout)
+        for answers_in, seconds in self._patience(answers):
+            waiting = [asyncio.wrap_future(a.noticed) for a in answers_in]
+            for future in waiting:  # what they raise is looked at below, or when it comes
+                future.add_done_callback(lambda f: f.cancelled() or f.exception())
+            await asyncio.wait(waiting, timeout=seconds)
         self._look_at(answers)
+
+    def _patience(self, answers: Sequence[Answer]) -> Iterator[tuple[list[Answer], float]]:
+        """Whom to wait for, and how long: an engine that was silent last time hardly at all."""
+        for silent, seconds in ((False, self._timeout), (True, self._timeout / 50)):
+            due = [
+                a for a in answers if (a.engine in self.silent) == silent and not a.noticed.done()
+            ]
+            if due:
+                yield due, seconds
 
     def watch(self, answers: Sequence[Answer]) -> None:
         """Do not wait; notice failures when they come."""
@@ -85,8 +97,11 @@ class Guard:
         for answer in answers:
             what = f"telling engine {answer.engine!r} of {answer.what}"
             if not answer.noticed.done():
+                self.silent.add(answer.engine)
                 self.note(what, TimeoutError(f"no answer in {self._timeout} s"))
-            elif answer.noticed.cancelled():
+                continue
+            self.silent.discard(answer.engine)
+            if answer.noticed.cancelled():
                 self.note(what, concurrent.futures.CancelledError())
             elif (error := answer.noticed.exception()) is not None:
                 self.note(what, error)

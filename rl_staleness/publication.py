@@ -68,7 +68,9 @@ def mask_of(ranges: Sequence[Sequence[int]]) -> Mask:
 
 
 def _agrees(call: LiveCall | Call, version: int) -> bool:
-    """Whether nothing that the engine said itself has to be written down beside this version."""
+    """Whether nothing has to be written down of this call beside its version and its tokens."""
+    if type(call.tokens) is not int or call.tokens < 0:
+        return False  # not to be hidden in a sum
     if isinstance(call, Call) and call.trained is not None:
         return False
     return call.spans is None or tuple(call.spans) == ((0, call.tokens, version),)

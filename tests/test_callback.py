@@ -1,0 +1,510 @@
+"""The hooks: what they write, what they return, and that nothing they do harms training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_staleness import Call, StalenessCallback, steps
+from rl_staleness.engines import Cut, LiveCall, capturing
+from tests.fakes import FakeEngine, RaisingSink, RecordingSink, noticed
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The trace as plain JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def call(name: str, tokens: int, after: int, until: int, **rest: Any) -> Call:
+    """A call of the engine ``engine`` that was stamped with its ``after``."""
+    return Call(
+        call=name, engine="engine", version=after, tokens=tokens, after=after, until=until, **rest
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a test's trace is written."""
+    return tmp_path / "rollout_trace.jsonl"
+
+
+def test_a_run_is_a_trace_with_the_same_numbers(path: Path) -> None:
+    """What on_step returns is what the offline reader computes, field by field."""
+    online = []
+    with StalenessCallback(trace=path, engines=[FakeEngine(counts={"b": 30})]) as staleness:
+        staleness.on_publish("g1", calls=[call("a", 50, 0, 0)])
+        online.append(staleness.on_step(["g1"]))
+        with staleness.refit():
+            pass
+        staleness.on_publish("g2", calls=[call("b", 90, 0, 1)])
+        online.append(staleness.on_step(["g2"]))
+    assert [s.batch_age for s in online if s] == [0.0, 30 / 90]
+    assert online == list(steps(path))
+
+
+def test_untouched_calls_are_summed_and_cut_ones_listed(path: Path) -> None:
+    """A call that no refit touched is a sum by version, one that a refit touched stands alone."""
+    with StalenessCallback(trace=path, engines=[FakeEngine(counts={"b": 3})]) as staleness:
+        with staleness.refit(version=0):
+            pass
+        staleness.on_publish(
+            "g", calls=[call("a", 50, 0, 0), call("b", 9, 0, 1), call("c", 7, 0, 0)]
+        )
+    (published,) = [line for line in lines(path) if line["event"] == "group_published"]
+    assert published["tokens"] == {"0": 57}
+    assert [c["call"] for c in published["calls"]] == ["b"]
+
+
+def test_late_masks_keep_every_call_apart(path: Path) -> None:
+    """With late_masks a mask that comes with the step finds its call."""
+    with StalenessCallback(trace=path, late_masks=True) as staleness:
+        staleness.on_publish("g", calls=[call("a", 50, 0, 0)])
+        numbers = staleness.on_step(["g"], trained={"g": {"a": [(0, 20)]}})
+    assert numbers is not None
+    assert (numbers.tokens, numbers.violations) == (20, 0)
+
+
+def test_a_mask_for_a_summed_call_is_a_violation(path: Path) -> None:
+    """Without late_masks a mask at the step has no call to find, and that is said."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_publish("g", calls=[call("a", 50, 0, 0)])
+        numbers = staleness.on_step(["g"], trained={"g": {"a": [(0, 20)]}})
+    assert numbers is not None
+    assert (numbers.tokens, numbers.violations) == (50, 1)
+
+
+def test_a_mask_at_the_publish_counts(path: Path) -> None:
+    """A final mask that is passed to on_publish decides which tokens are trained."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_publish("g", calls=[call("a", 50, 0, 0)], trained={"a": [(10, 20), (30, 35)]})
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert numbers.tokens == 15
+
+
+def test_groups_capture_the_calls_of_their_task() -> None:
+    """A request finds the group of the task that submits it, also from a task started in it."""
+
+    async def submit(name: str) -> None:
+        await asyncio.sleep(0)
+        capture = capturing()
+        assert capture is not None
+        capture.calls.append(
+            LiveCall(call=name, engine="e", version=0, after=0, until=0, ended=True)
+        )
+
+    async def rollout(staleness: StalenessCallback, name: str) -> list[str]:
+        with staleness.group(name) as group:
+            await asyncio.gather(submit(f"{name}1"), submit(f"{name}2"))
+            await submit(f"{name}3")
+        assert capturing() is None
+        return [c.call for c in group.calls]
+
+    async def main() -> list[list[str]]:
+        with StalenessCallback(trace=None) as staleness:
+            return await asyncio.gather(rollout(staleness, "a"), rollout(staleness, "b"))
+
+    assert asyncio.run(main()) == [["a1", "a2", "a3"], ["b1", "b2", "b3"]]
+
+
+def test_a_refit_that_raises_is_aborted_and_its_repetition_has_a_number_of_its_own(
+    path: Path,
+) -> None:
+    """Failed at 10, repeated at 25 of 40, trained at 1: 25/40."""
+    engine = FakeEngine(counts={"a": 10})
+    with StalenessCallback(trace=path, engines=[engine]) as staleness:
+        staleness.on_step([])
+        with pytest.raises(OSError), staleness.refit():
+            raise OSError("no route to the engine")
+        engine.counts = {"a": 25}
+        with staleness.refit():
+            pass
+        staleness.on_publish("g", calls=[call("a", 40, 0, 2)])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.batch_age, numbers.coverage) == (25 / 40, 1.0)
+    events = [(line["event"], line.get("refit")) for line in lines(path)]
+    assert ("refit_aborted", 1) in events and ("refit_done", 2) in events
+    assert [line["reason"] for line in lines(path) if "reason" in line] == ["OSError"]
+
+
+def test_the_awaitable_twins_write_the_same(tmp_path: Path) -> None:
+    """`async with refit()` writes what `with refit()` writes."""
+
+    def run(path: Path, twins: bool) -> list[tuple[str, Any]]:
+        async def body() -> None:
+            with StalenessCallback(trace=path, engines=[FakeEngine(counts={"a": 1})]) as staleness:
+                for fail in (False, True):
+                    try:
+                        if twins:
+                            async with staleness.refit(version=0, mode="keep", kv="kept"):
+                                if fail:
+                                    raise OSError
+                        else:
+                            with staleness.refit(version=0, mode="keep", kv="kept"):
+                                if fail:
+                                    raise OSError
+                    except OSError:
+                        pass
+
+        asyncio.run(body())
+        unsteady = {"time", "pause_seconds", "run"}
+        return [
+            (line["event"], {k: v for k, v in line.items() if k not in unsteady})
+            for line in lines(path)
+        ]
+
+    assert run(tmp_path / "a.jsonl", twins=True) == run(tmp_path / "b.jsonl", twins=False)
+
+
+def test_a_late_cut_still_splits_the_call(path: Path) -> None:
+    """Counts that come after the refit is done are written then, and count."""
+    engine = FakeEngine()
+    with StalenessCallback(trace=path, engines=[engine]) as staleness:
+        staleness.on_step([])
+        with staleness.refit():
+            pass
+        staleness.on_publish("g", calls=[call("a", 40, 0, 1)])
+        before = staleness.age("g")
+        engine.deliver(Cut(calls={"a": 10}))
+        engine.deliver(Cut(calls={"a": 39}))
+        after = staleness.on_step(["g"])
+    assert (before.coverage, before.age_lo, before.age_hi) == (0.0, 0.0, 1.0)
+    assert after is not None
+    assert (after.coverage, after.batch_age) == (1.0, 10 / 40)
+
+
+def test_an_engine_that_does_not_answer_costs_coverage_and_at_most_the_timeout(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on without the cut; the failure is logged once and counted."""
+    engine = FakeEngine()
+    engine.answer = Future  # never done
+    with StalenessCallback(trace=path, engines=[engine], timeout=0.05) as staleness:
+        staleness.on_step([])
+        with staleness.refit():
+            pass
+        with staleness.refit():
+            pass
+        staleness.on_publish("g", calls=[call("a", 50, 0, 1)])
+        numbers = staleness.on_step(["g"])
+        missing = staleness.missing()
+    assert numbers is not None
+    assert (numbers.batch_age, numbers.coverage) == (1.0, 0.0)
+    assert (numbers.age_lo, numbers.age_hi) == (0.0, 1.0)
+    assert missing["times telling engine 'engine' of pause failed"] == 2
+    logged = [r for r in caplog.records if "of pause failed; training" in r.getMessage()]
+    assert len(logged) == 1
+
+
+def test_an_engine_that_did_not_answer_is_hardly_waited_for_until_it_does(path: Path) -> None:
+    """A hanging engine costs the limit in time once, not at every refit."""
+    engine = FakeEngine(counts={})
+    engine.answer = Future
+    with StalenessCallback(trace=path, engines=[engine], timeout=3.0) as staleness:
+        staleness.on_refit_paused()
+        began = time.monotonic()
+        staleness.on_refit_done()
+        for _ in range(4):
+            with staleness.refit():
+                pass
+        assert time.monotonic() - began < 3.0
+        assert "engine" in staleness.silent_engines
+        engine.answer = noticed
+        with staleness.refit():
+            pass
+        assert not staleness.silent_engines
+
+
+def test_one_dead_engine_does_not_hide_the_other(path: Path) -> None:
+    """An engine that raises loses its own cut only."""
+    dead, alive = FakeEngine("dead"), FakeEngine("alive", counts={"a": 10})
+    dead.answer = lambda: noticed(ConnectionError("actor died"))
+    with StalenessCallback(trace=path, engines=[dead, alive]) as staleness:
+        staleness.on_step([])
+        with staleness.refit():
+            pass
+        staleness.on_publish(
+            "g",
+            calls=[
+                Call(call="a", engine="alive", version=0, tokens=30, after=0, until=1),
+                Call(call="b", engine="dead", version=0, tokens=10, after=0, until=1),
+            ],
+        )
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert numbers.coverage == 30 / 40
+
+
+def test_engines_refitted_at_different_moments_have_versions_of_their_own(path: Path) -> None:
+    """A refit of one engine leaves the calls of the other alone."""
+    engines = [FakeEngine("x", counts={"a": 5}), FakeEngine("y", counts={"b": 7})]
+    with StalenessCallback(trace=path, engines=engines) as staleness:
+        staleness.on_step([])
+        with staleness.refit(engines=["x"]):
+            pass
+        staleness.on_publish(
+            "g",
+            calls=[
+                Call(call="a", engine="x", version=0, tokens=10, after=0, until=1),
+                Call(call="b", engine="y", version=0, tokens=10, after=0, until=0),
+            ],
+        )
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert numbers.tokens_by_version == {0: 15, 1: 5}
+    assert [event for event, *_ in engines[1].heard] == ["start", "detach"]
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_modes_that_leave_nothing_running_write_an_empty_cut(path: Path, mode: str) -> None:
+    """In abort and wait mode every call had ended: untouched, also where no engine can say."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_step([])
+        with staleness.refit(mode=mode):
+            pass
+        staleness.on_publish("g", calls=[call("a", 40, 0, 1)])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.batch_age, numbers.coverage) == (1.0, 1.0)
+
+
+def test_sinks_are_told_in_order_and_a_raising_one_hides_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sink that raises is logged once with its traceback; the others are told, on both sides."""
+    first, last = RecordingSink(), RecordingSink()
+    with StalenessCallback(trace=path, sinks=[first, RaisingSink(), last]) as staleness:
+        for _ in range(3):
+            staleness.on_step([])
+        assert staleness.missing() == {"times sink RaisingSink failed": 3}
+    assert [s.step for s in first.steps] == [s.step for s in last.steps] == [1, 2, 3]
+    raised = [r for r in caplog.records if "RaisingSink failed" in r.getMessage() and r.exc_info]
+    assert len(raised) == 1
+
+
+def test_strict_raises_what_is_otherwise_logged(path: Path) -> None:
+    """strict=True lets a sink's error out."""
+    with (
+        pytest.raises(ConnectionError),
+        StalenessCallback(trace=path, sinks=[RaisingSink()], strict=True) as staleness,
+    ):
+        staleness.on_step([])
+
+
+def test_a_wrong_type_is_refused_logged_and_counted(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A group that is no name never reaches the trace, and the trace stays readable."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_publish(7, calls=[call("a", 1, 0, 0)])  # type: ignore[arg-type]
+        staleness.on_publish("g", calls=[call("a", -5, 0, 0)])
+        staleness.on_step([], version=-1)
+        assert staleness.missing()["events had a value of a wrong type and were refused"] == 3
+        staleness.on_step([])
+    assert [s.step for s in steps(path)] == [1]
+    assert [line["event"] for line in lines(path)] == [
+        "run_started",
+        "step_trained",
+        "run_finished",
+    ]
+
+
+def test_hooks_in_a_wrong_order_are_violations(path: Path) -> None:
+    """A done without a pause, a second pause, an unknown group: counted, written, no exception."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_refit_done()
+        staleness.on_refit_aborted(reason="nothing")
+        staleness.on_refit_paused()
+        staleness.on_refit_paused()
+        numbers = staleness.on_step(["nobody"])
+    assert numbers is not None
+    assert numbers.violations == 4
+    assert numbers.coverage is None
+    names = [line["name"] for line in lines(path) if line["event"] == "violation"]
+    assert names == [
+        "refit_done_without_pause",
+        "refit_aborted_without_pause",
+        "refit_left_open",
+    ]
+
+
+def test_a_count_that_is_passed_and_differs_is_a_violation(path: Path) -> None:
+    """A trainer's own step and version beat the callback's, are counted, and go on from there."""
+    with StalenessCallback(trace=path) as staleness:
+        first = staleness.on_step([], step=1, version=0)
+        second = staleness.on_step([], step=7, version=5)
+        third = staleness.on_step([])
+    assert first and second and third
+    assert [s.violations for s in (first, second, third)] == [0, 2, 0]
+    assert (third.step, third.version) == (8, 6)
+
+
+def test_several_updates_a_step(path: Path) -> None:
+    """batches are consumed at version, version + 1, ...; groups with updates widen age_hi."""
+    with StalenessCallback(trace=path) as staleness:
+        for name in "ab":
+            staleness.on_publish(name, calls=[call(name, 10, 0, 0)])
+        split = staleness.on_step(batches=[["a"], ["b"]])
+        staleness.on_publish("c", calls=[call("c", 10, 0, 0)])
+        lumped = staleness.on_step(["c"], updates=3)
+        skipped = staleness.on_step([], updates=0)
+    assert split and lumped and skipped
+    assert split.batch_age == 0.5
+    assert (lumped.version, lumped.batch_age, lumped.age_lo, lumped.age_hi) == (2, 2.0, 2.0, 4.0)
+    assert skipped.version == 5
+    assert staleness.version == 5
+
+
+def test_a_dropped_group_is_counted_whether_it_was_published_or_not(path: Path) -> None:
+    """Tokens of both kinds of drop are in dropped_tokens of the next step."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_publish("a", calls=[call("a", 10, 0, 0)])
+        staleness.on_drop("a", reason="too old")
+        staleness.on_drop("b", reason="aborted", calls=[call("b", 5, 0, 0)])
+        numbers = staleness.on_step(["a"])
+    assert numbers is not None
+    assert (numbers.dropped_tokens, numbers.violations, numbers.coverage) == (15, 1, None)
+
+
+def test_an_engine_that_cannot_say_gets_bounds_up_to_the_policy(path: Path) -> None:
+    """Spans without a newest version are clipped at the policy's version when published."""
+    unknown = (0, 10, 0, 2**63 - 1)
+    with StalenessCallback(trace=path) as staleness:
+        for _ in range(3):
+            staleness.on_step([])
+        staleness.on_publish("g", calls=[call("a", 10, 0, 0, spans=(unknown,))])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0.0, 0.0, 3.0)
+
+
+def test_a_running_call_that_is_published_is_a_violation(path: Path) -> None:
+    """A group must not be published before its calls have ended."""
+    with StalenessCallback(trace=path) as staleness:
+        with staleness.group() as group:
+            group.capture.calls.append(
+                LiveCall(call="a", engine="engine", version=0, after=0, tokens=4)
+            )
+        staleness.on_publish(group)
+        numbers = staleness.on_step([group])
+    assert numbers is not None
+    assert (numbers.tokens, numbers.violations) == (4, 1)
+
+
+def test_the_same_run_goes_on_and_another_gets_a_file_of_its_own(path: Path) -> None:
+    """A trace of the same run is continued with the next incarnation, another run's left alone."""
+    with StalenessCallback(trace=path, run="mine") as staleness:
+        staleness.on_step([])
+        with staleness.refit():
+            pass
+    with StalenessCallback(trace=path, run="mine", engines=[FakeEngine()]) as staleness:
+        assert (staleness.step, staleness.version) == (2, 1)
+        staleness.on_step([])
+    with StalenessCallback(trace=path, run="yours") as staleness:
+        staleness.on_step([])
+    starts = [line for line in lines(path) if line["event"] == "run_started"]
+    assert [(s["incarnation"], s["version"], s["step"]) for s in starts] == [(0, 0, 1), (1, 1, 2)]
+    assert [s.violations for s in steps(path)] == [0, 0]
+    assert staleness.trace is not None
+    assert Path(staleness.trace).name == "rollout_trace-2.jsonl"
+
+
+def test_refit_numbers_go_on_after_a_resume(path: Path) -> None:
+    """A refit number of before is never used again, and the engine is told the last one."""
+    for engine in (FakeEngine(), second := FakeEngine()):
+        with StalenessCallback(trace=path, run="r", version=0, engines=[engine]) as staleness:
+            staleness.on_refit_paused()
+            staleness.on_refit_done()
+    assert [(event, refit) for event, refit, _ in second.heard][:2] == [("start", 1), ("mark", 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"version": -1}, "version"),
+        ({"step": 1.5}, "step"),
+        ({"orphan_after": -1}, "orphan_after"),
+        ({"timeout": -1}, "timeout"),
+        ({"engines": [FakeEngine("a"), FakeEngine("a")]}, "engines"),
+    ],
+)
+def test_a_wrong_argument_raises_at_construction(
+    path: Path, arguments: dict[str, Any], named: str
+) -> None:
+    """The message names the argument."""
+    with pytest.raises(ValueError, match=f"^{named}:"):
+        StalenessCallback(trace=path, **arguments)
+
+
+def test_an_unwritable_trace_raises_at_construction(tmp_path: Path) -> None:
+    """A folder that is not there, and a path that is a folder."""
+    with pytest.raises(OSError, match="nowhere"):
+        StalenessCallback(trace=tmp_path / "nowhere" / "trace.jsonl")
+    with pytest.raises(OSError):
+        StalenessCallback(trace=tmp_path)
+
+
+def test_engines_are_attached_until_the_first_hook(path: Path) -> None:
+    """attach() takes engines as long as the run has not started."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.attach(FakeEngine("late"))
+        staleness.on_step([])
+        with pytest.raises(ValueError, match="engines"):
+            staleness.attach(FakeEngine("too late"))
+    assert lines(path)[0]["engines"] == {"late": 0}
+
+
+def test_after_close_hooks_do_nothing_but_count(path: Path) -> None:
+    """A hook after close() raises nothing and writes nothing; closing twice is fine."""
+    engine = FakeEngine()
+    staleness = StalenessCallback(trace=path, engines=[engine])
+    staleness.on_step([])
+    staleness.close()
+    staleness.close()
+    before = path.read_bytes()
+    assert staleness.on_step([]) is None
+    staleness.on_publish("g", calls=[call("a", 1, 0, 0)])
+    assert path.read_bytes() == before
+    assert [event for event, *_ in engine.heard].count("detach") == 1
+
+
+def test_hooks_from_eight_threads_leave_one_sound_trace(path: Path) -> None:
+    """Publishes, drops and refits from eight threads are all there, and the fold agrees."""
+    with StalenessCallback(trace=path, engines=[FakeEngine(counts={})]) as staleness:
+
+        def work(number: int) -> None:
+            for index in range(50):
+                name = f"{number}-{index}"
+                staleness.on_publish(name, calls=[call(name, 10, 0, 0)])
+                if index % 5 == 0:
+                    staleness.on_drop(name, reason="odd")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        kept = [f"{n}-{i}" for n in range(8) for i in range(50) if i % 5]
+        numbers = staleness.on_step(kept)
+    assert numbers is not None
+    assert (numbers.tokens, numbers.dropped_tokens) == (3200, 800)
+    assert (numbers.violations, numbers.coverage) == (0, 1.0)
+    assert [numbers] == list(steps(path))
+
+
+def test_violations_are_logged_with_their_names(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user sees which fact contradicts which."""
+    with caplog.at_level(logging.WARNING), StalenessCallback(trace=path) as staleness:
+        staleness.on_step(["nobody"])
+    assert any("unknown_group" in r.getMessage() for r in caplog.records)
