@@ -91,7 +91,7 @@ class Ledger:
     def size(self) -> int:
         """Entries held in memory."""
         held = sum(refits.size for refits in self._engines.values())
-        return held + len(self._waiting) + len(self._refit_versions)
+        return held + len(self._waiting) + self._refit_versions.size
 
     def waiting(self) -> tuple[GroupPublished, ...]:
         """The groups that are published and may still be trained."""

@@ -116,7 +116,8 @@ class Versions:
                 number += below - (max(0, (low - first) // stride + 1) if low >= first else 0)
         return number
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         """Entries held in memory."""
         return len(self._runs)
 

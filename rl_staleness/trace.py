@@ -117,18 +117,19 @@ class TraceWriter:
             TraceError: a value is of a wrong type; nothing was written.
         """
         line = encode(event)
-        seen = decode(line)
-        if self._unsaid:
+        seen = [decode(line)]
+        if self._unsaid:  # both or none, so that a disk that is nearly full is not filled with gaps
             gap = Gap(time=event.time, lost=self._unsaid)
-            if not self._write(encode(gap)):
-                return self._lose()
-            self._unsaid = 0
-            if applied is not None:
-                applied(gap)
+            line = encode(gap) + b"\n" + line
+            seen.insert(0, gap)
         if not self._write(line):
-            return self._lose()
+            self.lost += 1
+            self._unsaid += 1
+            return False
+        self._unsaid = 0
         if applied is not None:
-            applied(seen)
+            for event in seen:
+                applied(event)
         return True
 
     def close(self) -> None:
@@ -136,11 +137,6 @@ class TraceWriter:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def _lose(self) -> bool:
-        self.lost += 1
-        self._unsaid += 1
-        return False
 
     def _write(self, line: bytes) -> bool:
         if self._file is None:

@@ -1,0 +1,96 @@
+"""Ranges of tokens, held against lists of single tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_staleness.ranges import Segment, covered_by, move, overlapping, widen, within
+from rl_staleness.staleness import Versions
+
+PLACE = st.integers(0, 12)
+VERSION = st.integers(0, 5)
+
+
+@st.composite
+def segmented(draw: st.DrawFn) -> list[Segment]:
+    """The segments of a call."""
+    edges = sorted({0, *draw(st.sets(PLACE, min_size=1))})
+    return [
+        (a, b, *sorted((draw(VERSION), draw(VERSION))))  # type: ignore[misc]
+        for a, b in pairwise(edges)
+    ]
+
+
+def tokens(segments: list[Segment]) -> list[tuple[int, int]]:
+    """The versions of each token, one by one."""
+    return [(o, n) for a, b, o, n in segments for _ in range(a, b)]
+
+
+@given(segmented(), PLACE, VERSION)
+def test_move(segments: list[Segment], place: int, version: int) -> None:
+    """Tokens before the place stay, those from it on have the new version."""
+    expected = [
+        pair if i < place else (version, version) for i, pair in enumerate(tokens(segments))
+    ]
+    assert tokens(move(segments, place, version, version)) == expected
+
+
+@given(segmented(), PLACE, PLACE, VERSION)
+def test_widen(segments: list[Segment], start: int, stop: int, version: int) -> None:
+    """Tokens in the range may be of the version too."""
+    expected = [
+        (min(o, version), max(n, version)) if start <= i < stop else (o, n)
+        for i, (o, n) in enumerate(tokens(segments))
+    ]
+    assert tokens(widen(segments, start, stop, version, version)) == expected
+
+
+@given(segmented(), st.lists(st.tuples(PLACE, PLACE, VERSION)))
+def test_covered_by(segments: list[Segment], said: list[tuple[int, int, int]]) -> None:
+    """A token in spans has the versions of all of them, another one keeps its own."""
+    spans = [(min(a, b), max(a, b), v) for a, b, v in said]
+    expected = []
+    for i, pair in enumerate(tokens(segments)):
+        versions = [v for a, b, v in spans if a <= i < b]
+        expected.append((min(versions), max(versions)) if versions else pair)
+    assert tokens(covered_by(spans, segments)) == expected
+
+
+@given(st.lists(st.tuples(PLACE, PLACE, VERSION), max_size=4))
+def test_overlapping(said: list[tuple[int, int, int]]) -> None:
+    """Two spans are found exactly if some token is in two of them."""
+    spans = [(min(a, b), max(a, b), v) for a, b, v in said]
+    twice = any(sum(a <= i < b for a, b, _ in spans) > 1 for i in range(13))
+    found = overlapping(spans)
+    assert (found is not None) == twice
+    if found is not None:
+        assert max(found[0][0], found[1][0]) < min(found[0][1], found[1][1])
+
+
+@given(segmented(), st.lists(st.tuples(PLACE, PLACE), max_size=4))
+def test_within(segments: list[Segment], ranges: list[tuple[int, int]]) -> None:
+    """Each token that the mask holds is kept once, whatever overlaps in the mask."""
+    mask = [(min(a, b), max(a, b)) for a, b in ranges]
+    expected = [p for i, p in enumerate(tokens(segments)) if any(a <= i < b for a, b in mask)]
+    assert tokens(within(segments, mask)) == expected
+
+
+@given(st.lists(st.integers(0, 60)), st.integers(-1, 70), st.integers(-1, 70))
+def test_versions_count_distinct_ones(added: list[int], low: int, high: int) -> None:
+    """Packed into even runs, they count as a set does, in whatever order they came."""
+    versions = Versions()
+    for version in added:
+        versions.add(version)
+    assert versions.between(low, high) == sum(low < v <= high for v in set(added))
+
+
+def test_versions_of_a_long_run_take_no_room() -> None:
+    """A refit every fourth update, a hundred thousand times."""
+    versions = Versions()
+    for version in range(0, 400_000, 4):
+        versions.add(version)
+    assert versions.size == 1
+    assert versions.between(399_000, 399_996) == 249
