@@ -234,8 +234,8 @@ class StalenessCallback:
                     GroupPublished(
                         time=self._clock(),
                         group=_name(group),
-                        tokens=content.tokens or None,
-                        calls=content.calls or None,
+                        tokens=content.tokens,
+                        calls=content.calls,
                         unknown=unknown or None,
                         restored=restored or None,
                         about=dict(about) if about else None,
@@ -261,8 +261,8 @@ class StalenessCallback:
                         time=self._clock(),
                         group=_name(group),
                         reason=reason,
-                        tokens=content.tokens or None,
-                        calls=content.calls or None,
+                        tokens=content.tokens,
+                        calls=content.calls,
                     )
                 )
 
@@ -444,7 +444,7 @@ class StalenessCallback:
                 return
             version = self._start.version
             engines = dict.fromkeys(self._pauses.engines, version)
-            self._record(msgspec.structs.replace(self._start, engines=engines or None))
+            self._record(msgspec.structs.replace(self._start, engines=engines))
             self._started = True
         self._guard.watch(self._pauses.start(version))
 

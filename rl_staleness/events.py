@@ -10,6 +10,7 @@ from), counts are whole and not negative, ranges of tokens are half open.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -72,7 +73,7 @@ class RunStarted(_Line, frozen=True, tag="run_started"):
     """What the policy has at this start."""
     step: Whole
     """Number of the next training step."""
-    engines: dict[str, Whole] | None = None
+    engines: dict[str, Whole] = {}
     """Version of each engine; one that is not named starts with ``version``."""
     about: dict[str, Any] | None = None
     torn: Whole | None = None
@@ -90,7 +91,7 @@ class RefitCut(_Line, frozen=True, tag="refit_cut"):
     refit: Whole
     version: Whole
     """The version that the engine is being moved to."""
-    calls: dict[str, Whole] | None = None
+    calls: dict[str, Whole] = {}
     exact: bool | None = None
     """False (default true): a call may have had more tokens than its count says."""
     kv: Literal["kept", "recomputed"] | None = None
@@ -146,9 +147,9 @@ class GroupPublished(_Line, frozen=True, tag="group_published"):
     """A finished group becomes available for training."""
 
     group: str
-    tokens: dict[Whole, Whole] | None = None
+    tokens: dict[Whole, Whole] = {}
     """Trained tokens by version, of the calls that no refit touched and whose mask is final."""
-    calls: tuple[Call, ...] | None = None
+    calls: tuple[Call, ...] = ()
     unknown: Whole | None = None
     """Trained tokens that no call made, such as an end token appended by the trainer."""
     restored: bool | None = None
@@ -163,8 +164,8 @@ class GroupDropped(_Line, frozen=True, tag="group_dropped"):
 
     group: str
     reason: str
-    tokens: dict[Whole, Whole] | None = None
-    calls: tuple[Call, ...] | None = None
+    tokens: dict[Whole, Whole] = {}
+    calls: tuple[Call, ...] = ()
 
     def __post_init__(self) -> None:
         _check_calls(self.calls)
@@ -192,7 +193,7 @@ class StepTrained(_Line, frozen=True, tag="step_trained"):
             raise ValueError(f"updates: {self.updates} is not the {len(self.batches)} of `batches`")
         for group, masks in (self.trained or {}).items():
             for call, mask in masks.items():
-                _check_mask(mask, f"trained[{group!r}][{call!r}]")
+                _check_mask(mask, f"trained: {call!r} of {group!r}")
 
     @property
     def num_updates(self) -> int:
@@ -235,6 +236,9 @@ Event = (
 )
 
 
+_OUR_FIELD = re.compile(r"[a-z]+(\[\d+\])?(\.[a-z]+)?")
+
+
 class _Schema(msgspec.Struct):
     schema: int = 0
 
@@ -270,8 +274,8 @@ def encode(event: Event) -> bytes:
         raise TraceError(f"{type(event).__struct_config__.tag}: {error}") from error
 
 
-def _check_calls(calls: tuple[Call, ...] | None) -> None:
-    for number, call in enumerate(calls or ()):
+def _check_calls(calls: tuple[Call, ...]) -> None:
+    for number, call in enumerate(calls):
         if call.spans is None and call.trained is None:
             continue
         for span in call.spans or ():
@@ -313,7 +317,7 @@ def _named(message: str) -> str:
         place.replace("`", "").removeprefix("$").removeprefix(".").replace("key in $.", "key of ")
     )
     first, colon, rest = reason.partition(": ")
-    if colon and first.isidentifier():  # raised by a check of ours, which names its field itself
+    if colon and _OUR_FIELD.fullmatch(first):  # raised by a check of ours
         outer = path if not path or path.endswith(first) else f"{path}.{first}"
         return f"{outer or first}: {rest}"
     return f"{path or 'line'}: {reason}"

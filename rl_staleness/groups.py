@@ -67,14 +67,14 @@ class StepTokens:
         """
         by, alike, engines = self.by_versions[at], self._alike, self._engines
         total, newest = 0, -1
-        for version, count in (group.tokens or {}).items():
+        for version, count in group.tokens.items():
             if count:
                 total += count
                 newest = version if version > newest else newest
                 versions = (version, version)
                 by[versions] = by.get(versions, 0) + count
         plain = masks is None and not group.restored
-        for call in group.calls or ():
+        for call in group.calls:
             engine, tokens = call.engine, call.tokens
             refits = engines.get(engine) or self._engine(engine)
             counts = refits.listed.get(call.call)
@@ -108,7 +108,7 @@ class StepTokens:
         if newest > at:
             self._find_negative(group, masks, at)
         for name in masks or ():
-            if all(call.call != name for call in group.calls or ()):
+            if all(call.call != name for call in group.calls):
                 detail = "it was not published one by one"
                 self._find(group.group, name, "mask_of_unknown_call", detail)
 
@@ -156,10 +156,10 @@ class StepTokens:
     ) -> None:
         """Name what is younger than the update that consumed it."""
         spanning = self.spanning_calls
-        for version, count in (group.tokens or {}).items():
+        for version, count in group.tokens.items():
             if count and version > at:
                 self._find(group.group, "", "negative_age", f"version {version}, trained at {at}")
-        for call in group.calls or ():
+        for call in group.calls:
             newest = max((s[2] for s in self._odd(call, group, masks)), default=0)
             if newest > at:
                 detail = f"version {newest}, trained at {at}"
@@ -173,8 +173,8 @@ class StepTokens:
 
 def num_trained(group: GroupPublished | GroupDropped) -> int:
     """How many tokens of a group would reach the loss, whatever their versions."""
-    number = sum((group.tokens or {}).values())
-    for call in group.calls or ():
+    number = sum(group.tokens.values())
+    for call in group.calls:
         if call.trained is None:
             number += call.tokens
         else:

@@ -145,7 +145,7 @@ class Ledger:
         self.run, self.version, self.step = event, event.version, event.step
         self._engines, self._waiting, self._found_before = {}, {}, {}
         self._lines_lost, self._informed = False, None
-        ahead = {n: v for n, v in (event.engines or {}).items() if v > event.version}
+        ahead = {n: v for n, v in event.engines.items() if v > event.version}
         if ahead:
             self._find("engine_version_beyond_policy", f"{ahead}, the policy has {event.version}")
 
@@ -172,8 +172,6 @@ class Ledger:
             self._release(event.group)
         self._waiting[event.group] = event
         calls = event.calls
-        if calls is None:
-            return
         if len(calls) > 1 and len({call.call for call in calls}) < len(calls):
             names = Counter(call.call for call in calls)
             twice = [name for name, number in names.items() if number > 1]
@@ -255,7 +253,7 @@ class Ledger:
             assert self.run is not None
             orphan_after = (self.run.about or {}).get("orphan_after")
             refits = self._engines[engine] = Refits(
-                start=(self.run.engines or {}).get(engine, self.run.version),
+                start=self.run.engines.get(engine, self.run.version),
                 base=self._last_refits.get(engine, 0),
                 orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
             )
@@ -265,7 +263,7 @@ class Ledger:
         event = self._waiting.pop(group)
         if self._found_before:
             self._found_before.pop(group, None)
-        for call in (event.calls or ()) if not event.restored else ():
+        for call in event.calls if not event.restored else ():
             if call.after is None or call.after != call.until:
                 self._engines[call.engine].release(call.call)
 

@@ -200,7 +200,7 @@ class Pauses:
                 engine=name,
                 refit=pause.refit,
                 version=pause.version,
-                calls=dict(cut.calls) if cut is not None and cut.calls else None,
+                calls={} if cut is None else dict(cut.calls),
                 exact=None if cut is None or cut.exact else False,
                 kv=pause.kv or (cut.kv if cut is not None else None),
                 mode=pause.mode,

@@ -98,7 +98,7 @@ class Refits:
         if refit.state != "aborted":
             refit.cut = True
             refit.counts_exact = refit.complete = event.exact is not False
-            self._list(refit.number, event.calls or {})
+            self._list(refit.number, event.calls)
         self._forget()
         return found
 
