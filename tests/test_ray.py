@@ -1,0 +1,285 @@
+"""An engine in a Ray actor: what costs whom its coverage, and that nobody waits for others."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # listen on the loopback interface only
+ray = pytest.importorskip("ray")
+
+from rl_staleness.engines import Cut  # noqa: E402
+from rl_staleness.integrations.ray import RayEngine  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A Ray of this module's own."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def new_actor(name: str = "e", *, settles: bool = True, stuck: bool = False) -> Any:
+    """An actor with an engine that notes what it is told.
+
+    Args:
+        settles: it counts at the mark; otherwise when it is told to.
+        stuck: it takes no notice of marks until it is told to.
+    """
+
+    class Engine:
+        def __init__(self) -> None:
+            self.name = name
+            self.told: list[tuple[object, ...]] = []
+            self.marks: list[Callable[[Cut | None], None]] = []
+            self.noticed: Future[None] = Future()
+            if not stuck:
+                self.noticed.set_result(None)
+
+        def start(self, *, version: int, refit: int) -> Future[None]:
+            return self.tell("start", version, refit)
+
+        def mark(
+            self, refit: int, *, version: int, mode: str, deliver: Callable[[Cut | None], None]
+        ) -> Future[None]:
+            if settles:
+                deliver(Cut(calls={"c": refit}))
+            else:
+                self.marks.append(deliver)
+            self.tell("mark", refit, version, mode)
+            return self.noticed
+
+        def done(self, refit: int, *, version: int) -> Future[None]:
+            return self.tell("done", refit, version)
+
+        def aborted(self, refit: int) -> Future[None]:
+            return self.tell("aborted", refit)
+
+        def detach(self) -> None:
+            self.tell("detach")
+
+        def tell(self, *what: object) -> Future[None]:
+            self.told.append(what)
+            noticed: Future[None] = Future()
+            noticed.set_result(None)
+            return noticed
+
+    class Actor:
+        def __init__(self) -> None:
+            self.staleness = Engine()
+
+        async def told(self) -> list[tuple[object, ...]]:
+            return self.staleness.told
+
+        async def settle(self) -> None:
+            for mark in self.staleness.marks:
+                mark(Cut(calls={"c": 7}))
+
+        async def notice(self) -> None:
+            self.staleness.noticed.set_result(None)
+
+    actor = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(Actor).remote()
+    ray.get(actor.told.remote())
+    return actor
+
+
+class Counts:
+    """Takes delivered cuts and lets a test wait for them."""
+
+    def __init__(self) -> None:
+        self.cuts: list[Cut | None] = []
+        self.came = threading.Event()
+
+    def __call__(self, cut: Cut | None) -> None:
+        self.cuts.append(cut)
+        self.came.set()
+
+
+def restart(actor: Any) -> None:
+    """Kill the actor's process and wait until it is there again, knowing nothing."""
+    ray.kill(actor, no_restart=False)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if ray.get(actor.told.remote(), timeout=30) == []:
+                return
+        except ray.exceptions.RayError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError("the actor did not come back")
+
+
+def test_engine_is_told_what_the_run_tells() -> None:
+    """Every hook reaches the engine with its numbers, in order; the second detach does nothing."""
+    actor, counts = new_actor(), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=3, refit=5).result(10)
+    engine.mark(6, version=4, mode="keep", deliver=counts).result(10)
+    engine.done(6, version=4).result(10)
+    engine.mark(7, version=5, mode="wait", deliver=counts).result(10)
+    engine.aborted(7).result(10)
+    engine.detach()
+    engine.detach()
+    expected = [
+        ("start", 3, 5),
+        ("mark", 6, 4, "keep"),
+        ("done", 6, 4),
+        ("mark", 7, 5, "wait"),
+        ("aborted", 7),
+        ("detach",),
+    ]
+    deadline = time.monotonic() + 10
+    while ray.get(actor.told.remote()) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ray.get(actor.told.remote()) == expected
+    assert counts.cuts == [Cut(calls={"c": 6}), Cut(calls={"c": 7})]
+
+
+def test_counts_that_are_known_at_the_mark_come_before_it_is_acknowledged() -> None:
+    """A cut does not have to be asked for where the engine has it at once."""
+    actor, counts = new_actor(), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=0, refit=0).result(10)
+    engine.mark(1, version=1, mode="keep", deliver=counts).result(10)
+    assert counts.cuts == [Cut(calls={"c": 1})]
+    engine.detach()
+
+
+def test_counts_may_come_after_the_refit() -> None:
+    """The mark's future waits for the mark alone; counts are asked for until they are there."""
+    actor, counts = new_actor(settles=False), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=0, refit=0).result(10)
+    engine.mark(1, version=1, mode="keep", deliver=counts).result(10)
+    engine.done(1, version=1).result(10)
+    assert counts.cuts == []
+    ray.get(actor.settle.remote())
+    assert counts.came.wait(10)
+    assert counts.cuts == [Cut(calls={"c": 7})]
+    engine.detach()
+
+
+def test_counts_that_never_come_are_given_up() -> None:
+    """After `patience` seconds the engine cannot say."""
+    actor, counts = new_actor(settles=False), Counts()
+    engine = RayEngine(actor, name="e", patience=0.1)
+    engine.start(version=0, refit=0).result(10)
+    engine.mark(1, version=1, mode="keep", deliver=counts).result(10)
+    assert counts.came.wait(10)
+    ray.get(actor.settle.remote())
+    time.sleep(0.2)
+    assert counts.cuts == [None]
+    engine.detach()
+
+
+@pytest.mark.parametrize("ending", ["done", "aborted"])
+def test_mark_that_was_not_taken_in_the_pause_is_void(ending: str) -> None:
+    """What a slow actor counts after the refit went on is not the cut of that refit."""
+    actor, counts = new_actor(stuck=True), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=0, refit=0).result(10)
+    noticed = engine.mark(1, version=1, mode="keep", deliver=counts)
+    with pytest.raises(TimeoutError):
+        noticed.result(0.3)
+    if ending == "done":
+        engine.done(1, version=1)
+    else:
+        engine.aborted(1)
+    assert counts.cuts == [None]
+    ray.get(actor.notice.remote())
+    concurrent.futures.wait([noticed], 10)
+    time.sleep(0.2)
+    assert counts.cuts == [None]
+    engine.detach()
+
+
+def test_slow_and_dead_actors_hold_up_nobody_else() -> None:
+    """Two engines that do not answer cost the third one nothing."""
+    slow, dead, well = new_actor("slow", stuck=True), new_actor("dead"), new_actor("well")
+    engines = {
+        name: RayEngine(actor, name=name)
+        for name, actor in (("slow", slow), ("dead", dead), ("well", well))
+    }
+    for engine in engines.values():
+        engine.start(version=0, refit=0).result(10)
+    ray.kill(dead)
+    counts = {name: Counts() for name in engines}
+    began = time.monotonic()
+    noticed = {
+        name: engine.mark(1, version=1, mode="keep", deliver=counts[name])
+        for name, engine in engines.items()
+    }
+    assert time.monotonic() - began < 1
+    noticed["well"].result(5)
+    assert counts["well"].cuts == [Cut(calls={"c": 1})]
+    with pytest.raises(ray.exceptions.RayActorError):
+        noticed["dead"].result(10)
+    assert counts["dead"].cuts == [None]
+    assert not noticed["slow"].done()
+    assert counts["slow"].cuts == []
+    for engine in engines.values():
+        engine.detach()
+
+
+def test_restarted_engine_is_told_its_version_when_a_refit_of_it_is_done() -> None:
+    """Nobody knows what it came up with: that refit has no counts, the next one has."""
+    actor, first, second = new_actor(), Counts(), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=0, refit=0).result(10)
+    restart(actor)
+    engine.mark(1, version=1, mode="keep", deliver=first).result(10)
+    assert first.cuts == [None]
+    assert ray.get(actor.told.remote()) == []
+    engine.done(1, version=1).result(10)
+    assert ray.get(actor.told.remote()) == [("start", 1, 1)]
+    engine.mark(2, version=2, mode="keep", deliver=second).result(10)
+    assert second.cuts == [Cut(calls={"c": 2})]
+    engine.detach()
+
+
+def test_engine_restarted_during_a_refit_stays_unknown_until_the_next() -> None:
+    """Whether the new weights reached it before or after the restart cannot be known."""
+    actor, counts = new_actor(settles=False), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=0, refit=0).result(10)
+    engine.mark(1, version=1, mode="keep", deliver=counts).result(10)
+    restart(actor)
+    with pytest.raises(RuntimeError, match="restarted during refit 1"):
+        engine.done(1, version=1).result(10)
+    assert counts.came.wait(10)
+    assert counts.cuts == [None]
+    assert ray.get(actor.told.remote()) == []
+    engine.mark(2, version=2, mode="keep", deliver=counts).result(10)
+    engine.done(2, version=2).result(10)
+    assert ray.get(actor.told.remote()) == [("start", 2, 2)]
+    engine.detach()
+
+
+def test_engine_of_another_name_is_refused_by_both_names() -> None:
+    """Records carry the name in the actor, refits the one in the driver."""
+    engine = RayEngine(new_actor("inside"), name="outside")
+    with pytest.raises(ValueError, match="'inside', not 'outside'"):
+        engine.start(version=0, refit=0).result(10)
+    engine.detach()
+
+
+def test_waiter_that_gives_up_does_not_cancel_the_request() -> None:
+    """A hook may stop waiting in a way that cancels its future."""
+    actor, counts = new_actor(stuck=True), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=0, refit=0).result(10)
+    noticed = engine.mark(1, version=1, mode="keep", deliver=counts)
+    assert not noticed.cancel()
+    ray.get(actor.notice.remote())
+    noticed.result(10)
+    assert counts.cuts == [Cut(calls={"c": 1})]
+    engine.detach()
