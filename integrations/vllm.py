@@ -1,0 +1,731 @@
+"""vLLM in this process, 0.29 to 0.32: an AsyncLLM, or the synchronous LLM, as an engine.
+
+Nothing is subclassed: a few bound methods of the running object are wrapped, and given back by
+`VllmEngine.detach`. No request, output or refit waits for what happens here, and no exception of
+this file reaches them.
+
+    with StalenessCallback(engines=[VllmEngine(llm)]) as staleness:
+        ...
+
+A call begins when ``add_request`` is entered in a task that captures (its prompt may still have to
+be tokenized), and ends when the front end has finished or aborted it. What is said of it:
+
+tokens  What the front end processed: all that its client can have received. A client that went
+        away, or stopped reading, says with a mask what it trains.
+spans   What vLLM 0.32 and later report, as long as every label is known to have been set in a
+        pause. Labels are ``str(version)``; a trainer that labels its weights itself, between the
+        pause and `VllmEngine.done`, keeps its labels.
+cuts    From a marker behind the last output of before the pause. When ``pause_generation`` returns,
+        every output that was made before it lies in the front end's queue; the counts are taken
+        where the front end reaches the marker, perhaps after the refit, but at exactly that place.
+LoRA    A call keeps the adapter that it began with: it is in no cut, and vLLM's label, which is of
+        the whole engine, is not believed. Its version is that of the refit during which
+        ``add_lora`` loaded the adapter, or what ``lora_version`` says; else it is not known.
+
+With several API servers each front end is an engine, with a name of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import logging
+import secrets
+import sys
+import time
+import types
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Literal
+
+from rl_staleness.engines import Capture, Cut, LiveCall, captured, capturing
+from rl_staleness.events import LARGEST
+
+__all__ = ["Evidence", "VllmEngine"]
+
+TESTED = ("0.29.", "0.30.", "0.31.", "0.32.")
+"""The sources of these were read; the first and the last are tested token by token."""
+
+MAX_NAMES = 1024
+"""Labels and adapters remembered: of a call that began so many refits ago no spans are known."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What one live call showed that an engine can say."""
+
+    vllm: str
+    """Version of vLLM."""
+    tested: bool
+    """This library knows that version."""
+    calls: bool
+    """A request is linked to its call, whose tokens are counted."""
+    spans: bool
+    """The engine says itself which weights sampled which tokens."""
+    cuts: bool
+    """A marker in the stream of outputs is reached, and the engine says whether it is paused."""
+    labels: bool
+    """The engine carries the label that was set."""
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Running:
+    """A captured call that has not ended."""
+
+    call: LiveCall
+    adapter: Any = None
+    """The LoRA request that it was submitted with."""
+    state: Any = None
+    """vLLM's own state of it, from when the front end knows it."""
+    labelled: bool = True
+    """No label of its tokens is in doubt."""
+
+    def count(self) -> int:
+        """Output tokens that the front end has processed."""
+        return 0 if self.state is None else int(self.state.detokenizer.num_output_tokens())
+
+
+@dataclass(slots=True)
+class _Labels:
+    """What the engine's labels say about versions, and whether they can be believed."""
+
+    versions: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
+    """By label; None where it was given to several versions, or at no known place."""
+    current: str | None = None
+    """The label of the weights that generate."""
+    due: bool = False
+    """The first one waits for the engine's loop."""
+    of_trainer: str | None = None
+    """Set by the trainer itself since the last pause."""
+    believed: bool = False
+    """None is on its way, and the last one was set in a pause."""
+    failed: bool = False
+    """The engine refused one."""
+
+    def learn(self, label: str, version: int | None) -> None:
+        """Note which version carries a label."""
+        known = self.versions.get(label, version)
+        _remember(self.versions, label, version if known == version else None)
+
+    def spans(self, running: _Running, tokens: int) -> tuple[tuple[int, ...], ...] | None:
+        """What vLLM's labels say of a call; None if they cannot be believed."""
+        if not (self.believed and running.labelled):
+            return None
+        starts = getattr(running.state, "weight_version_starts", None)  # vLLM 0.32 and later
+        return spans_from_labels(starts, tokens, self.versions) if starts else None
+
+
+def spans_from_labels(
+    starts: Sequence[tuple[str, int]], tokens: int, versions: Mapping[str, int | None]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Turn vLLM's (label, first token) pairs into spans; None where a label says no version.
+
+    >>> spans_from_labels([("0", 0), ("2", 30)], 90, {"0": 0, "2": 2})
+    ((0, 30, 0), (30, 90, 2))
+    """
+    spans: list[tuple[int, ...]] = []
+    stops = [start for _, start in starts[1:]] + [tokens]
+    for (label, start), stop in zip(starts, stops, strict=True):
+        version = versions.get(label)
+        if version is None:
+            return None
+        if start < min(stop, tokens):  # else a stop string took all of it away
+            spans.append((start, min(stop, tokens), version))
+    return tuple(spans) or None
+
+
+class _PendingCut:
+    """Joins what a cut takes: the counts at the marker, and that the engine was paused there."""
+
+    def __init__(self, deliver: Callable[[Cut | None], None]) -> None:
+        self._deliver: Callable[[Cut | None], None] | None = deliver
+        self._cut: Cut | None = None
+        self._paused = False
+
+    def counted(self, cut: Cut) -> None:
+        self._cut = cut
+        if self._paused:
+            self.finish(cut)
+
+    def answered(self, *, paused: bool) -> None:
+        self._paused = paused
+        if self._cut is not None or not paused:
+            self.finish(self._cut if paused else None)
+
+    def finish(self, cut: Cut | None) -> None:
+        """Deliver, the first time."""
+        deliver, self._deliver = self._deliver, None
+        if deliver is not None:
+            deliver(cut)
+
+
+class _Place(list[Any]):
+    """The outputs of a batch that has none: says when the output handler looks at them."""
+
+    def __init__(self, reached: Callable[[], object]) -> None:
+        super().__init__()
+        self._reached: Callable[[], object] | None = reached
+
+    def __len__(self) -> int:
+        reached, self._reached = self._reached, None
+        if reached is not None:
+            reached()
+        return 0
+
+
+_submitted: ContextVar[tuple[_Running, ...]] = ContextVar("rl_staleness_vllm", default=())
+"""The calls of the request that this task is just submitting, in the order of their indices."""
+
+
+class VllmEngine:
+    """One vLLM front end, with the engine cores behind it, as the callback sees it.
+
+    Args:
+        llm: a running ``AsyncLLM``; or an ``LLM``, which is refitted between calls only.
+        name: unique in the run.
+        lora_version: the policy version of a LoRA request's adapter, or None if it is not known.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        name: str = "engine",
+        lora_version: Callable[[Any], int | None] | None = None,
+    ) -> None:
+        if not name:
+            raise ValueError("name: an engine needs one that can stand in a trace")
+        self._name = name
+        self._llm = llm
+        self._front: Any = getattr(llm, "llm_engine", llm)
+        self._core: Any = getattr(self._front, "engine_core", None)
+        self._processor: Any = getattr(self._front, "output_processor", None)
+        self._blocks = not inspect.iscoroutinefunction(getattr(self._front, "add_request", None))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lora_version = lora_version
+        self._adapters: dict[str, tuple[int, int]] = {}  # (refit, version) that loaded it, by name
+
+        self._started = False
+        self._version = 0
+        self._refit = 0
+        self._open = False  # that refit is neither done nor aborted
+        self._version_ahead = 0
+        self._kv: Literal["kept", "recomputed"] | None = None
+        self._labels = _Labels()
+
+        self._boot = secrets.token_hex(3)
+        self._num_calls = 0
+        self._running: dict[str, _Running] = {}
+        self._by_request: dict[str, _Running] = {}
+
+        self._complaints: set[str] = set()
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        self._missing = self._attach()
+
+    @property
+    def name(self) -> str:
+        """Unique in the run."""
+        return self._name
+
+    # What the callback says, from any thread.
+
+    def start(self, *, version: int, refit: int) -> Future[None]:
+        """The run starts: label the weights, now or with the first request."""
+        self._version, self._refit = version, refit
+        self._labels.due = self._started = True
+        return self._submit(self._label_first)
+
+    def mark(
+        self, refit: int, *, version: int, mode: str, deliver: Callable[[Cut | None], None]
+    ) -> Future[None]:
+        """Generation is paused: put the marker, and go on.
+
+        It counts in every mode: in ``abort`` and ``wait`` there are calls too that had begun and
+        that the engine did not know when it aborted, or waited for, its requests.
+        """
+        self._refit, self._version_ahead, self._open = refit, version, True
+        self._labels.of_trainer, self._labels.believed = None, False
+        pending = _PendingCut(deliver)
+        return self._submit(partial(self._take_cut, refit, pending), partial(pending.finish, None))
+
+    def done(self, refit: int, *, version: int) -> Future[None]:
+        """The weights are in: label them, before generation resumes."""
+        self._version, self._open = version, False
+        self._labels.believed = False
+        return self._submit(partial(self._label, refit, self._labels.of_trainer or str(version)))
+
+    def aborted(self, refit: int) -> Future[None]:
+        """The refit failed: weights and label are those from before."""
+        self._open = False
+        self._labels.believed, self._labels.of_trainer = False, None
+        self._adapters = {k: loaded for k, loaded in self._adapters.items() if loaded[0] != refit}
+        return self._submit(partial(self._label, refit, self._labels.current or str(self._version)))
+
+    def detach(self) -> None:
+        """Give vLLM its methods back; do nothing the second time."""
+        for owner, attribute, ours, before in reversed(self._wrapped):
+            if _own(owner, attribute) is not ours:
+                continue  # somebody wrapped it after us, and ours goes on to the original
+            if before is None:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
+        self._wrapped.clear()
+
+    async def selftest(self, *, timeout: float = 30.0) -> Evidence:
+        """Run a live call of a few tokens through the capture, and say what it showed.
+
+        It never raises; what kept it from showing more is among the problems.
+
+        Args:
+            timeout: seconds after which an engine, a paused one for instance, did not answer.
+        """
+        problems = [f"it has no {name}" for name in self._missing]
+        counts: list[tuple[int, int]] = []
+        received, paused, label = 0, None, None
+        with captured() as capture:
+            try:
+                received = await asyncio.wait_for(self._probe(capture, counts), timeout)
+                paused = False if self._blocks else await self._ask("is_scheduler_paused")
+                label = await self._answer("get_weight_version")
+            except Exception as error:  # noqa: BLE001  # it is what the answer says
+                problems.append(f"{type(error).__name__}: {error}")
+        call = capture.calls[0] if len(capture.calls) == 1 else None
+        linked = call is not None and call.ended and 0 < call.tokens == received
+        if not linked:
+            problems.append(f"{received} tokens were received, captured was {capture.calls}")
+        version = str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+        return Evidence(
+            vllm=version,
+            tested=version.startswith(TESTED),
+            calls=linked,
+            spans=linked and call is not None and call.after is not None and bool(call.spans),
+            cuts=linked
+            and paused is False
+            and bool(counts or self._blocks)
+            and all(seen <= count <= received for seen, count in counts),
+            labels=label is not None and label == self._labels.current,
+            problems=tuple(problems),
+        )
+
+    async def _probe(self, capture: Capture, counts: list[tuple[int, int]]) -> int:
+        """Generate a few tokens; note what markers count beside what had been received by then."""
+        params = _vllm("sampling_params").SamplingParams(max_tokens=16, ignore_eos=True)
+        prompt = {"prompt_token_ids": [0]}
+        if self._blocks:
+            return len(self._llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+        def reached(seen: int) -> None:
+            running = self._running.get(capture.calls[0].call)
+            if running is not None:
+                counts.append((seen, running.count()))
+
+        received = 0
+        async for output in self._llm.generate(prompt, params, f"rl-staleness-{self._boot}"):
+            received = len(output.outputs[0].token_ids)
+            if capture.calls:
+                self._put_marker(partial(reached, received))
+        return received
+
+    async def _answer(self, method: str) -> Any:
+        return getattr(self._core, method)() if self._blocks else await self._ask(method)
+
+    # Calls, on the engine's own thread.
+
+    def _begin(self, *args: Any, **kwargs: Any) -> list[_Running]:
+        """A request is being submitted: make its calls, none if nothing captures them."""
+        capture = capturing()
+        if capture is None:
+            return []
+        if not self._blocks and self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        self._label_first()
+        prompt = _argument(args, kwargs, 1, "prompt")
+        params = getattr(prompt, "sampling_params", None) or _argument(args, kwargs, 2, "params")
+        begun: list[_Running] = []
+        for _ in range(getattr(params, "n", 0)):  # a pooling request has no n, and no tokens
+            self._num_calls += 1
+            name = f"{_argument(args, kwargs, 0, 'request_id')}/{self._boot}{self._num_calls}"
+            call = LiveCall(call=name, engine=self._name, version=self._version, after=self._refit)
+            if not self._started:
+                call.version, call.after = 0, None
+            running = _Running(call)
+            self._bind(running, _argument(args, kwargs, 4, "lora_request"))
+            self._running[name] = running
+            capture.calls.append(call)
+            begun.append(running)
+        return begun
+
+    def _bind(self, running: _Running, adapter: Any) -> None:
+        """Say of the whole call what is known as it begins, where no refit can move it on."""
+        running.adapter = adapter
+        if running.call.after is not None and adapter is None:
+            return
+        version = None if adapter is None else self._guarded(self._version_of, adapter)
+        running.call.spans = ((0, LARGEST, *((0, LARGEST) if version is None else (version,))),)
+
+    def _version_of(self, adapter: Any) -> int | None:
+        if self._lora_version is not None:
+            version = self._lora_version(adapter)
+            return None if version is None else int(version)
+        return self._adapters.get(adapter.lora_name, (0, None))[1]
+
+    def _link(self, _: object, request: Any, *__: Any, **___: Any) -> None:
+        """The front end knows a request of this task now (or more input of one that streams)."""
+        submitted: tuple[_Running, ...] = _submitted.get()
+        state = self._processor.request_states.get(request.request_id) if submitted else None
+        if state is None or state.request_index >= len(submitted):
+            return
+        running = submitted[state.request_index]
+        if running.state is None:
+            running.state = state
+            self._by_request[state.request_id] = running
+            if running.adapter is None and state.lora_request is not None:
+                self._bind(running, state.lora_request)  # one that the engine adds by default
+
+    def _note_finished(self, _: object, state: Any) -> None:
+        self._note_aborted([state.request_id])
+
+    def _note_aborted(self, request_ids: Iterable[str], *_: Any, **__: Any) -> None:
+        for request_id in request_ids:
+            running = self._by_request.get(request_id)
+            if running is not None:
+                self._end(running)
+
+    def _end(self, running: _Running) -> None:
+        """A call was finished or aborted, or could not be submitted: its record is final."""
+        call = running.call
+        if self._running.pop(call.call, None) is None:
+            return
+        if running.state is not None:
+            self._by_request.pop(running.state.request_id, None)
+        tokens = call.tokens = running.count()
+        call.until = None if call.after is None else self._refit
+        if call.spans is None:
+            call.spans = self._guarded(self._labels.spans, running, tokens)
+        else:
+            call.spans = ((0, tokens, *call.spans[0][2:]),) if tokens else None
+        call.ended = True
+
+    # Cuts, on the engine's own thread.
+
+    def _take_cut(self, refit: int, pending: _PendingCut) -> None:
+        """Have the calls counted at the marker, and ask whether the engine is paused."""
+        kv, self._kv = self._kv, None
+        if self._blocks or self._own_loop() is None:
+            # A synchronous engine is refitted between calls; the other one had no call so far.
+            pending.finish(None if self._running else Cut(calls={}))
+            return
+
+        def put() -> None:
+            if not self._put_marker(lambda: pending.counted(self._count(refit, kv, exact=True))):
+                pending.counted(self._count(refit, kv, exact=False))
+
+        def answered(answer: asyncio.Future[Any]) -> None:
+            paused = _answer_of(answer) is True
+            still = self._open and self._refit == refit
+            if still:
+                self._labels.believed = paused and not self._labels.failed
+            if not paused:
+                self._doubt_labels()
+                self._complain("it was not paused when a refit was announced: there is no cut")
+            elif not alone:
+                put() if still else pending.finish(None)
+            pending.answered(paused=paused)
+
+        # When another front end had the engine paused, our outputs of before may be on their way
+        # until the engine answers us; its answer is then good for as long as the refit is open.
+        alone = getattr(self._front, "_client_count", 1) == 1
+        asked = self._ask("is_scheduler_paused")
+        if alone:
+            put()
+        asked.add_done_callback(answered)
+
+    def _put_marker(self, reached: Callable[[], object]) -> bool:
+        """Have ``reached`` called behind the outputs that wait for the front end now, if it can."""
+        if getattr(self._front, "output_handler", None) is None:
+            reached()  # there were none
+            return True
+        queue = getattr(self._core, "outputs_queue", None)
+        if queue is None:
+            return False
+        batch = _vllm("v1.engine").EngineCoreOutputs
+        # Loggers know the engines that this client manages; 0 need not be one of them.
+        ranks = getattr(self._core, "engine_ranks_managed", None) or [0]
+        outputs = _Place(partial(self._guarded, reached))
+        queue.put_nowait(batch(engine_index=ranks[0], outputs=outputs))
+        return True
+
+    def _count(self, refit: int, kv: Literal["kept", "recomputed"] | None, *, exact: bool) -> Cut:
+        """Count the calls that had begun before the pause, and that the refit can move on."""
+        begin = time.perf_counter()
+        counts: dict[str, int] = {}
+        for name, running in self._running.items():
+            after = running.call.after
+            if after is not None and after < refit and running.adapter is None:
+                counts[name] = running.call.tokens = running.count()
+        spent = time.perf_counter() - begin
+        return Cut(calls=counts, exact=exact, kv=kv, snapshot_seconds=spent)
+
+    def _note_pause(
+        self, _: object, *, mode: str = "abort", clear_cache: bool = True, **__: Any
+    ) -> None:
+        """Generation is being paused: note what becomes of the KV cache of running calls."""
+        self._kv = None if mode != "keep" else "recomputed" if clear_cache else "kept"
+
+    # Labels, on the engine's own thread.
+
+    def _label_first(self) -> None:
+        """Label the weights that the run starts with, once there is a loop to do it on."""
+        if self._labels.due and (self._blocks or self._own_loop() is not None):
+            self._labels.due = False
+            label = self._labels.of_trainer or str(self._version)
+            self._label(self._refit, label, in_pause=False)
+
+    def _label(self, refit: int, label: str, *, in_pause: bool = True) -> None:
+        """Send the label, and believe spans again when it is known to have been set in a pause.
+
+        The core takes messages in the order in which they were sent, and this one is sent when
+        this returns: before that which resumes generation, whether or not anybody waits.
+        """
+        labels = self._labels
+        labels.learn(label, self._version)
+        labels.current = label
+        if self._blocks:
+            self._core.set_weight_version(label)
+            labels.believed = True
+            return
+        if self._own_loop() is None:
+            labels.due = True
+            return
+        answers: list[asyncio.Future[Any]] = []
+        if label != labels.of_trainer:
+            answers.append(self._ask("set_weight_version", label))
+        if in_pause or not answers:
+            answers.append(self._ask("is_scheduler_paused"))
+
+        def settle(_: object) -> None:
+            if not all(answer.done() for answer in answers):
+                return
+            values = [_answer_of(answer) for answer in answers]
+            error = next((value for value in values if isinstance(value, BaseException)), None)
+            if error is not None:
+                labels.failed = True
+                self._complain("it did not take a label: its spans are not used", error)
+            elif in_pause and values[-1] is not True:
+                self._doubt_labels()
+            if self._refit == refit and not self._open:
+                labels.believed = not labels.failed
+
+        for answer in answers:
+            answer.add_done_callback(settle)
+
+    def _doubt_labels(self) -> None:
+        """Generation went on while weights or label changed: what runs now has no spans."""
+        for running in self._running.values():
+            running.labelled = False
+
+    def _note_label(self, _: object, label: str) -> None:
+        """The trainer labels the weights; that label stays if it comes within a refit."""
+        if self._open:
+            self._labels.of_trainer = label
+        else:
+            self._labels.learn(label, None)
+            self._labels.current = label
+            self._complain(f"label {label!r} was set outside of a refit: spans do not use it")
+
+    def _note_adapter(self, _: object, adapter: Any) -> None:
+        """An adapter is being loaded; within a refit that says its version."""
+        if self._open:
+            _remember(self._adapters, adapter.lora_name, (self._refit, self._version_ahead))
+
+    # The running vLLM.
+
+    def _attach(self) -> list[str]:
+        """Wrap what calls are followed with; return the names of what this vLLM lacks."""
+        front, processor = self._front, self._processor
+        needed: dict[str, Any] = {
+            "add_request": front,
+            "engine_core": front,
+            "request_states": processor,
+            "_finish_request": processor,
+            "abort_requests": processor,
+        }
+        missing = [name for name, owner in needed.items() if not hasattr(owner, name)]
+        if missing:
+            self._complain(f"this version cannot be followed, it has no {', '.join(missing)}")
+            return missing
+        self._wrap(front, "add_request", self._capturing(front.add_request))
+        self._watch(processor, "add_request", self._link)
+        self._watch(processor, "_finish_request", self._note_finished)
+        self._watch(processor, "abort_requests", self._note_aborted)
+        self._watch(front, "pause_generation", self._note_pause)
+        self._watch(front, "add_lora", self._note_adapter)
+        self._watch(front, "update_weight_version", self._note_label)
+        return []
+
+    def _wrap(self, owner: Any, attribute: str, ours: Any) -> None:
+        self._wrapped.append((owner, attribute, ours, _own(owner, attribute)))
+        setattr(owner, attribute, ours)
+
+    def _watch(self, owner: Any, attribute: str, note: Callable[..., None]) -> None:
+        """Call ``note`` with what a method returned (a coroutine, perhaps) and was called with."""
+        original = getattr(owner, attribute, None)
+        if original is None:
+            return
+
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._guarded(note, result, *args, **kwargs)
+            return result
+
+        self._wrap(owner, attribute, watched)
+
+    def _capturing(self, original: Any) -> Any:
+        """Make of ``add_request`` one that makes the calls of what it submits."""
+
+        @contextlib.contextmanager
+        def submission(*args: Any, **kwargs: Any) -> Generator[None]:
+            begun: tuple[_Running, ...] = tuple(self._guarded(self._begin, *args, **kwargs) or ())
+            token = _submitted.set(begun)
+            try:
+                yield
+            except BaseException:
+                for running in begun:
+                    self._guarded(self._end, running)
+                raise
+            finally:
+                with contextlib.suppress(ValueError):  # it was closed in another task's context
+                    _submitted.reset(token)
+
+        @wraps(original)
+        async def add_request(*args: Any, **kwargs: Any) -> Any:
+            with submission(*args, **kwargs):
+                return await original(*args, **kwargs)
+
+        @wraps(original)
+        def add_request_blocking(*args: Any, **kwargs: Any) -> Any:
+            with submission(*args, **kwargs):
+                return original(*args, **kwargs)
+
+        return add_request_blocking if self._blocks else add_request
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop | None:
+        handler = getattr(self._front, "output_handler", None)
+        return self._loop if handler is None else handler.get_loop()
+
+    def _submit(
+        self, work: Callable[[], None], failed: Callable[[], object] = lambda: None
+    ) -> Future[None]:
+        """Do work on the engine's own loop, at once where this is it, else as the next thing there.
+
+        Whatever the caller does next reaches that loop later, so that nobody has to wait for more.
+        """
+        taken: Future[None] = Future()
+
+        def settle(error: Exception | None = None) -> None:
+            if error is not None:
+                self._guarded(failed)
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                taken.set_result(None) if error is None else taken.set_exception(error)
+
+        def do() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  # whoever waits hears of it
+                settle(error)
+            else:
+                settle()
+
+        loop = self._own_loop()
+        if loop is None or loop is _current_loop():
+            do()
+            return taken
+        try:
+            loop.call_soon_threadsafe(do)
+        except RuntimeError as error:  # it is closed
+            settle(error)
+        if not loop.is_running():
+            settle()  # whoever waited would keep it from running
+        return taken
+
+    def _ask(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Send a message to the engine's core now; its answer comes later.
+
+        A task would send it when the loop comes round: what the caller sends until then would
+        overtake it. So the coroutine's first step, which sends, is taken by hand.
+        """
+        try:
+            # Not the client's method of that name, which may start tasks to send.
+            steps = self._core.call_utility_async(method, *args).__await__()
+            return asyncio.ensure_future(_go_on(next(steps), steps))
+        except Exception as error:  # noqa: BLE001  # it is the answer
+            failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+
+    def _guarded(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep what goes wrong here from vLLM, and from who called it."""
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the one guard of this file
+            self._complain(f"{type(error).__name__}: what it says of calls is incomplete", error)
+            return None
+
+    def _complain(self, what: str, error: BaseException | None = None) -> None:
+        """Log, the first time."""
+        if what not in self._complaints:
+            self._complaints.add(what)
+            _log.warning("rl_staleness: engine %r: %s", self._name, what, exc_info=error)
+
+
+def _vllm(module: str) -> Any:
+    """A module of vLLM, which is there when its engine is."""
+    return importlib.import_module(f"vllm.{module}")
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _own(owner: Any, attribute: str) -> Any:
+    """What an object has itself, not from its class."""
+    return owner.__dict__.get(attribute)
+
+
+def _remember(names: dict[str, Any], name: str, value: object) -> None:
+    """Keep the newest names."""
+    names.pop(name, None)
+    names[name] = value
+    if len(names) > MAX_NAMES:
+        del names[next(iter(names))]
+
+
+def _answer_of(answer: asyncio.Future[Any]) -> Any:
+    """What a message was answered with, or what went wrong."""
+    if answer.cancelled():
+        return asyncio.CancelledError()
+    return answer.exception() or answer.result()
+
+
+def _current_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+@types.coroutine
+def _go_on(waits_for: Any, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Go on with a coroutine whose first step was taken."""
+    yield waits_for
+    return (yield from steps)

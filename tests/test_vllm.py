@@ -1,0 +1,583 @@
+"""Every token of a real vLLM against the version that the library says sampled it.
+
+The model of `watermark` makes the truth of each token readable. Each test compares all of its
+tokens online and from the trace, by the engine's own spans and the cuts together, by the cuts
+alone (all that vLLM 0.29 has) and by the spans alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rl_staleness.engines import captured
+from rl_staleness.events import RefitCut
+from rl_staleness.integrations.vllm import VllmEngine
+from rl_staleness.trace import read
+from tests.watermark import Run, Served, gate, load, token
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def run(served: Served, tmp_path: Path) -> Iterator[Run]:
+    """A callback on the session's engine."""
+    run = Run(served, tmp_path / "trace.jsonl")
+    yield run
+    run.staleness.close()
+    assert "add_request" not in vars(served.llm)
+
+
+def has_spans(llm: Any) -> bool:
+    """Whether this vLLM reports spans itself."""
+    from vllm.outputs import CompletionOutput
+
+    return "weight_versions" in CompletionOutput.__dataclass_fields__
+
+
+def cuts_of(run: Run) -> list[RefitCut]:
+    """The cuts in the run's trace."""
+    return [event for event in read(run.trace) if isinstance(event, RefitCut)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calls", "tokens", "pause"),
+    [(0.0, 400, 200, 0.7), (0.002, 400, 150, 0.7), (0.05, 150, 250, 0.3)],
+    ids=["quiet", "busy", "hogged"],
+)
+def test_many_calls_at_once(
+    run: Run, seconds: float, calls: int, tokens: int, pause: float
+) -> None:
+    """Every token is right while the consumer leaves the loop free, keeps it busy, or hogs it."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(calls, tokens)
+        async with load(seconds):
+            for clear_cache in (False, True, False):
+                await asyncio.sleep(pause)
+                await run.refit(clear_cache=clear_cache)
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert verdict.online.tokens == calls * tokens
+    assert verdict.step.spanning_calls == calls
+    assert [cut.kv for cut in cuts_of(run)] == ["kept", "recomputed", "kept"]
+    if has_spans(run.served.llm):
+        assert verdict.num_spans >= 0.9 * calls
+        assert verdict.spans.covered >= 0.9 * verdict.spans.tokens
+    if seconds:  # else nothing of this was tested
+        assert any(call.until != call.after for call in verdict.calls)
+
+
+def test_calls_begun_in_the_pause(run: Run) -> None:
+    """A call that begins while the engine is paused is of the new version, wherever it begins."""
+
+    async def work() -> None:
+        llm, staleness = run.served.llm, run.staleness
+        for _ in range(2):
+            rollouts = run.rollouts(20)
+            await asyncio.sleep(0.3)
+            staleness.on_step([])
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            rollouts += run.rollouts(10)
+            await asyncio.sleep(0.05)
+            await staleness.aon_refit_paused()
+            rollouts += run.rollouts(10)
+            await asyncio.sleep(0.05)
+            await run.served.move_to(staleness.version)
+            rollouts += run.rollouts(10)
+            await asyncio.sleep(0)
+            await staleness.aon_refit_done()
+            rollouts += run.rollouts(10)
+            await llm.resume_generation()
+            await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert [sum(not n for n in (c.calls or {}).values()) for c in cuts_of(run)] == [10, 10]
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_calls_submitted_but_not_yet_known(run: Run, mode: str) -> None:
+    """A call that waits for its tokens to be prepared across a refit is of the new version."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(10, 100)
+        await asyncio.sleep(0.2)
+        with gate(run.served.llm):
+            rollouts += run.rollouts(10)
+            await asyncio.sleep(0.05)
+            await run.refit(mode=mode)
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    (cut,) = cuts_of(run)
+    assert sum(not tokens for tokens in (cut.calls or {}).values()) == 10
+
+
+def test_paused_before_the_first_token(run: Run) -> None:
+    """Calls that the pause catches before their first token are listed with none."""
+
+    async def work() -> None:
+        for _ in range(3):
+            rollouts = run.rollouts(30, 50)
+            await asyncio.sleep(0)
+            await run.refit()
+            await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    run.verdict().assert_exact()
+    assert any(0 in (cut.calls or {}).values() for cut in cuts_of(run))
+
+
+def test_calls_that_end_during_the_pause(run: Run) -> None:
+    """The last tokens of a call may be read after the hook: they are old, and it is in no cut."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(300, 80)
+        for tokens in range(1, 60):
+            rollouts += run.rollouts(2, tokens)
+        async with load(0.02):
+            for _ in range(2):
+                await asyncio.sleep(0.5)
+                await run.refit()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    listed = [set(cut.calls or ()) for cut in cuts_of(run)]
+    assert any(
+        call.until == refit and call.after == 0 and call.call not in listed[refit - 1]
+        for call in verdict.calls
+        for refit in (1, 2)
+    )
+
+
+@pytest.mark.parametrize("kind", ["final", "stream"])
+def test_several_completions_of_one_request(run: Run, kind: str) -> None:
+    """n > 1 makes n calls, in the order of the completions."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params: dict[str, Any] = {"n": 3, "temperature": 1.0}
+    if kind == "final":
+        params["output_kind"] = RequestOutputKind.FINAL_ONLY
+
+    async def one() -> None:
+        with run.staleness.group() as group:
+            received: list[list[int]] = [[], [], []]
+            async for output in run.served.stream("n", 150, **params):
+                for part in output.outputs:
+                    received[part.index] = list(part.token_ids)
+        assert [len(tokens) for tokens in received] == [150, 150, 150]
+        run.publish(group, received)
+
+    async def work() -> None:
+        rollouts = [asyncio.create_task(one()) for _ in range(20)]
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+            await run.refit()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert len(verdict.calls) == len({call.call for call in verdict.calls}) == 60
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_modes_that_leave_nothing_running(run: Run, mode: str) -> None:
+    """Aborted and finished calls are of the old version; what waited is of the new one."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(30, 120)
+        await asyncio.sleep(0.3)
+        refit = asyncio.create_task(run.refit(mode=mode))
+        await asyncio.sleep(0.01)
+        rollouts += run.rollouts(10, 50)  # they come while it is being paused
+        await refit
+        rollouts += run.rollouts(10, 50)
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    (cut,) = cuts_of(run)
+    assert set((cut.calls or {}).values()) <= {0}
+    assert (cut.mode, cut.kv) == (mode, None)
+    ended = [call.tokens for call in verdict.calls[:30]]
+    assert (max(ended) < 120) == (mode == "abort")
+
+
+def test_a_refit_that_fails_and_its_repetition(run: Run) -> None:
+    """The cut of a failed refit is void: the calls go on with the old weights."""
+
+    async def work() -> None:
+        llm, staleness = run.served.llm, run.staleness
+        rollouts = run.rollouts(50)
+        await asyncio.sleep(0.3)
+        staleness.on_step([])
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        with pytest.raises(RuntimeError, match="no network"):
+            async with staleness.refit():
+                raise RuntimeError("no network")
+        await llm.resume_generation()
+        await asyncio.sleep(0.3)
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        async with staleness.refit():
+            await run.served.move_to(staleness.version)
+        await llm.resume_generation()
+        await asyncio.gather(*rollouts)
+        while not cuts_of(run):
+            await asyncio.sleep(0.02)
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert set(verdict.step.tokens_by_version) == {run.first, run.first + 1}
+    if has_spans(run.served.llm):
+        assert verdict.num_spans == 50
+
+
+def test_three_refits_across_one_call(run: Run) -> None:
+    """A long call has tokens of four versions."""
+
+    async def work() -> None:
+        rollout = run.rollouts(1, 400)
+        for _ in range(3):
+            await asyncio.sleep(0.2)
+            await run.refit()
+        await asyncio.gather(*rollout)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert len(verdict.step.tokens_by_version) == 4
+
+
+def test_stop_strings_and_stop_tokens(run: Run) -> None:
+    """Calls that text or a token of the new version ends are counted to that token."""
+    after = run.first + 1
+
+    async def work() -> None:
+        stop = " ".join([f"w{token(after)}"] * 3)
+        rollouts = run.rollouts(20, 1000, stop=[stop], detokenize=True)
+        rollouts += run.rollouts(20, 1000, stop_token_ids=[token(after)])
+        await asyncio.sleep(0.3)
+        await run.refit()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert verdict.step.tokens_by_version[after] == 20 * 3 + 20 * 1
+
+
+def test_requests_that_the_client_aborts(run: Run) -> None:
+    """A call that its client gives up ends there; what it had received is right."""
+
+    async def one(given_up_at: int) -> None:
+        with run.staleness.group() as group:
+            received: list[int] = []
+            stream = run.served.stream("gone", 1000)
+            async for output in stream:
+                received = list(output.outputs[0].token_ids)
+                if len(received) >= given_up_at:
+                    break
+            await stream.aclose()
+        (call,) = group.capture.calls
+        assert call.ended
+        assert call.tokens >= len(received) >= given_up_at
+        run.publish(group, [received])
+
+    async def cancelled() -> None:
+        with run.staleness.group() as group:
+            waiting = asyncio.create_task(run.served.sample("cancelled", 1000))
+            await asyncio.sleep(0.2)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        assert group.capture.calls[0].ended
+        run.publish(group, [[]])
+
+    async def work() -> None:
+        rollouts = [asyncio.create_task(one(20 + i)) for i in range(40)]
+        rollouts += [asyncio.create_task(cancelled()) for _ in range(5)]
+        rollouts += run.rollouts(5, 100)
+        for _ in range(2):
+            await asyncio.sleep(0.15)
+            await run.refit()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    run.verdict().assert_exact()
+    assert not run.engine._running
+
+
+def test_preemption(run: Run) -> None:
+    """Calls that the scheduler preempts for lack of cache keep their counts."""
+    preempted = _preemptions()
+
+    async def work() -> None:
+        rollouts = run.rollouts(64, 1000)
+        for clear_cache in (False, True):
+            await asyncio.sleep(2.0)
+            await run.refit(clear_cache=clear_cache)
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    run.verdict().assert_exact()
+    assert _preemptions() > preempted
+
+
+def _preemptions() -> float:
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return sum(m.value for m in get_metrics_snapshot() if m.name == "vllm:num_preemptions")
+
+
+def test_traffic_that_nobody_captures(run: Run) -> None:
+    """Evaluation beside the rollouts is in no cut, in no group and in nobody's way."""
+
+    async def work() -> None:
+        evaluation = [asyncio.create_task(run.served.sample("eval", 150)) for _ in range(30)]
+        rollouts = run.rollouts(30, 150)
+        await asyncio.sleep(0.3)
+        await run.refit()
+        await asyncio.gather(*rollouts, *evaluation)
+        await run.settle()
+
+    run.served.run(work())
+    run.verdict().assert_exact()
+    (cut,) = cuts_of(run)
+    assert set(cut.calls or ()) == {
+        call.call for group, _ in run.made for call in group.capture.calls
+    }
+
+
+def test_hooks_that_wait_for_nothing(run: Run) -> None:
+    """The plain hooks, called on the engine's own loop where they cannot wait, lose nothing."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(100, 150)
+        async with load(0.002):
+            for _ in range(2):
+                await asyncio.sleep(0.4)
+                run.staleness.on_step([])
+                await run.served.llm.pause_generation(mode="keep", clear_cache=False)
+                run.staleness.on_refit_paused()
+                await run.served.move_to(run.staleness.version)
+                run.staleness.on_refit_done()
+                await run.served.llm.resume_generation()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    if has_spans(run.served.llm):
+        assert verdict.num_spans == 100
+
+
+def test_hooks_from_a_trainer_in_another_thread(run: Run) -> None:
+    """A trainer that pauses, refits and resumes from its own thread gets the same cuts."""
+    served, failures = run.served, []
+
+    def train(loop: asyncio.AbstractEventLoop) -> None:
+        def there(work: Any) -> None:
+            asyncio.run_coroutine_threadsafe(work, loop).result(30)
+
+        try:
+            for _ in range(2):
+                threading.Event().wait(0.4)
+                run.staleness.on_step([])
+                there(served.llm.pause_generation(mode="keep", clear_cache=False))
+                run.staleness.on_refit_paused()
+                there(served.move_to(run.staleness.version))
+                run.staleness.on_refit_done()
+                there(served.llm.resume_generation())
+        except Exception as error:  # noqa: BLE001
+            failures.append(error)
+
+    async def work() -> None:
+        trainer = threading.Thread(target=train, args=[asyncio.get_running_loop()])
+        trainer.start()
+        await asyncio.gather(*run.rollouts(100, 150))
+        await asyncio.to_thread(trainer.join)
+        await run.settle()
+
+    served.run(work())
+    assert not failures
+    verdict = run.verdict()
+    verdict.assert_exact()
+    if has_spans(served.llm):
+        assert verdict.num_spans == 100
+
+
+def test_a_mark_without_a_pause_is_no_cut(run: Run) -> None:
+    """Weights that move while the engine runs leave bounds, never a wrong version."""
+
+    async def work() -> list[Any]:
+        rollouts = run.rollouts(20, 150)
+        await asyncio.sleep(0.2)
+        run.staleness.on_step([])
+        async with run.staleness.refit():
+            await run.served.move_to(run.staleness.version)
+        return await asyncio.gather(*rollouts)
+
+    run.served.run(work())
+    versions = {token(run.first), token(run.first + 1)}
+    for group, received in run.made:
+        assert set(received[0]) == versions
+        (segment,) = run.staleness.spans(group.calls[0])
+        assert segment == (0, 150, run.first, run.first + 1)
+        assert group.capture.calls[0].spans is None
+    assert cuts_of(run) == []
+    assert run.staleness.missing() == {"refits had no cut": 1}
+
+
+def test_labels_say_the_version(run: Run) -> None:
+    """Other readers of vLLM's own label see the library's version, from the start of the run on."""
+
+    async def work() -> list[str]:
+        labels = []
+        await run.rollout(5)
+        labels.append(await run.served.llm.get_weight_version())
+        for _ in range(2):
+            await run.refit()
+            labels.append(await run.served.llm.get_weight_version())
+        await run.settle()
+        return labels
+
+    assert run.served.run(work()) == [str(run.first + i) for i in range(3)]
+
+
+def test_labels_of_the_trainer_are_kept(run: Run) -> None:
+    """A trainer that labels its weights keeps its labels, and the spans still say versions."""
+
+    async def work() -> str:
+        llm = run.served.llm
+        rollouts = run.rollouts(20, 200)
+        for number in range(2):
+            await asyncio.sleep(0.2)
+            run.staleness.on_step([])
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            async with run.staleness.refit():
+                await run.served.move_to(run.staleness.version)
+                await llm.update_weight_version(f"step-{number}")
+            await llm.resume_generation()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+        return await llm.get_weight_version()
+
+    assert run.served.run(work()) == "step-1"
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert verdict.num_spans == (20 if has_spans(run.served.llm) else 0)
+
+
+def test_a_label_at_no_known_place_is_not_believed(run: Run) -> None:
+    """A label that is set while generation runs says nothing; the cuts still do."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(20, 200)
+        await asyncio.sleep(0.2)
+        await run.served.llm.update_weight_version("99")
+        await run.refit()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert verdict.num_spans == 0
+
+
+def test_selftest(run: Run) -> None:
+    """One live call says what evidence the engine gives."""
+    run.staleness._ensure_started()
+    evidence = run.served.run(run.engine.selftest())
+    assert evidence.problems == ()
+    assert (evidence.tested, evidence.calls, evidence.cuts, evidence.labels) == (True,) * 4
+    assert evidence.spans == has_spans(run.served.llm)
+
+
+def test_selftest_of_a_paused_engine(run: Run) -> None:
+    """An engine that does not answer is reported, and nothing is left running."""
+
+    async def work() -> Any:
+        await run.served.llm.pause_generation(mode="keep")
+        evidence = await run.engine.selftest(timeout=0.3)
+        await run.served.llm.resume_generation()
+        return evidence
+
+    evidence = run.served.run(work())
+    assert not evidence.calls
+    assert evidence.problems
+    assert not run.engine._running
+
+
+def test_a_fault_of_ours_stays_ours(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever fails in the capture, requests are served; it is logged once, with traceback."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("ours")
+
+    for name in ("_begin", "_end", "_count"):
+        setattr(run.engine, name, fail)
+
+    async def work() -> None:
+        for _ in range(3):
+            output = await run.served.sample("served", 20)
+            assert len(output.outputs[0].token_ids) == 20
+        await run.refit()
+        await run.served.sample("served", 20)
+
+    run.served.run(work())
+    assert sum(record.exc_info is not None for record in caplog.records) >= 1
+
+
+def test_calls_of_an_engine_that_was_told_no_start(served: Served) -> None:
+    """An engine object that knows no version says that it may be any."""
+    engine = VllmEngine(served.llm)
+    try:
+        with captured() as capture:
+            served.run(served.sample("early", 7))
+    finally:
+        engine.detach()
+    (call,) = capture.calls
+    assert (call.tokens, call.after, call.until, call.ended) == (7, None, None, True)
+    assert call.spans == ((0, 7, 0, 2**63 - 1),)
+
+
+def test_detach_restores(served: Served) -> None:
+    """Afterwards the engine is what it was, also the second time."""
+    owners = (served.llm, served.llm.output_processor, served.llm.engine_core)
+    before = [dict(vars(owner)) for owner in owners]
+    engine = VllmEngine(served.llm)
+    assert vars(served.llm) != before[0]
+    engine.detach()
+    engine.detach()
+    assert [dict(vars(owner)) for owner in owners] == before
