@@ -47,12 +47,10 @@ from rl_staleness.pauses import Answer, Cuts, Pauses
 from rl_staleness.publication import Content, Masks, content_of, mask_of
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
+from rl_staleness.sinks import Sink, StepObserver
 from rl_staleness.staleness import StepStaleness
 
-__all__ = ["Group", "Sink", "StalenessCallback"]
-
-Sink = Callable[[StepStaleness], None]
-"""Is told every step; what it raises is logged once with its traceback, then counted."""
+__all__ = ["Group", "StalenessCallback"]
 
 _log = logging.getLogger(__name__)
 
@@ -88,8 +86,9 @@ class StalenessCallback:
         version: policy updates in the weights that the run starts from; default 0, or what the
             trace of the same run says.
         step: number of the first step; default 1, or what the trace says.
-        sinks: told every step, in this order.
+        sinks: told every step, in this order; a function of a step will do.
         timeout: seconds that a refit waits for an engine to take notice.
+        close_timeout: seconds that each sink has at `close` to send what is left.
         strict: let hooks raise.
         late_masks: loss masks become known at `on_step` (``trained=``); every call is then
             written one by one.
@@ -111,8 +110,9 @@ class StalenessCallback:
         run: str | None = None,
         version: int | None = None,
         step: int | None = None,
-        sinks: Iterable[Sink] = (),
+        sinks: Iterable[Sink | StepObserver] = (),
         timeout: float = 5.0,
+        close_timeout: float = 30.0,
         strict: bool = False,
         late_masks: bool = False,
         orphan_after: int = 64,
@@ -124,8 +124,10 @@ class StalenessCallback:
                 raise ValueError(
                     f"{name}: {number!r} is no count; pass a whole number, not negative"
                 )
-        if not timeout >= 0:
-            raise ValueError(f"timeout: {timeout!r} is no time; pass seconds, not negative")
+        for name, seconds in (("timeout", timeout), ("close_timeout", close_timeout)):
+            if not seconds >= 0:
+                raise ValueError(f"{name}: {seconds!r} is no time; pass seconds, not negative")
+        self._close_timeout = close_timeout
         self._sinks = tuple(sinks)
         self._guard = Guard(strict=strict, timeout=timeout)
         self._late_masks = late_masks
@@ -403,6 +405,7 @@ class StalenessCallback:
                     engine.detach()
             self._recorder.record(RunFinished(time=self._clock(), status=status))
             self._recorder.close()
+            self._close_sinks()
             missing = self.missing()
             if missing:
                 _log.warning(
@@ -490,8 +493,19 @@ class StalenessCallback:
 
     def _notify(self, numbers: StepStaleness) -> None:
         for sink in self._sinks:
-            with self._guard(f"sink {getattr(sink, '__qualname__', type(sink).__qualname__)}"):
-                sink(numbers)
+            with self._guard(_title(sink)):
+                if isinstance(sink, Sink):
+                    sink.log(numbers)
+                else:
+                    sink(numbers)
+
+    def _close_sinks(self) -> None:
+        for sink in self._sinks:
+            if isinstance(sink, Sink):
+                with self._guard(_title(sink)):
+                    undelivered = sink.close(trace=self.trace, timeout=self._close_timeout)
+                    if undelivered is not None:
+                        _log.warning("rl_staleness: %s: %s", _title(sink), undelivered)
 
 
 class Refit:
@@ -529,6 +543,10 @@ class Refit:
             await self._callback.aon_refit_done(engines=self._engines)
         else:
             await self._callback.aon_refit_aborted(reason=kind.__name__, engines=self._engines)
+
+
+def _title(sink: Sink | StepObserver) -> str:
+    return f"sink {getattr(sink, '__qualname__', type(sink).__qualname__)}"
 
 
 def _name(group: Group | str) -> str:

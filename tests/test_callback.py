@@ -15,6 +15,7 @@ import pytest
 
 from rl_staleness import Call, StalenessCallback, steps
 from rl_staleness.engines import Cut, LiveCall, capturing
+from rl_staleness.staleness import StepStaleness
 from tests.fakes import FakeEngine, RaisingSink, RecordingSink, noticed
 
 
@@ -289,6 +290,28 @@ def test_sinks_are_told_in_order_and_a_raising_one_hides_nothing(
     assert [s.step for s in first.steps] == [s.step for s in last.steps] == [1, 2, 3]
     raised = [r for r in caplog.records if "RaisingSink failed" in r.getMessage() and r.exc_info]
     assert len(raised) == 1
+
+
+def test_a_sink_that_has_to_send_is_closed_with_the_trace_and_a_limit_in_time(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end every sink gets the whole trace, once; what it could not deliver is said."""
+    closed: list[tuple[str, float, str]] = []
+
+    class Place:
+        def log(self, step: StepStaleness) -> None:
+            pass
+
+        def close(self, *, trace: str | None, timeout: float) -> str | None:
+            assert trace is not None
+            closed.append((trace, timeout, lines(Path(trace))[-1]["event"]))
+            return "7 of 9 steps were not delivered"
+
+    with StalenessCallback(trace=path, sinks=[Place()], close_timeout=3.0) as staleness:
+        staleness.on_step([])
+    staleness.close()
+    assert closed == [(str(path), 3.0, "run_finished")]
+    assert any("7 of 9 steps were not delivered" in r.getMessage() for r in caplog.records)
 
 
 def test_strict_raises_what_is_otherwise_logged(path: Path) -> None:
