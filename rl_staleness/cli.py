@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -80,13 +81,20 @@ def table_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
 
 def _print_steps(path: str, *, as_json: bool) -> None:
     numbers = steps(path)
-    if as_json:
-        encoder = msgspec.json.Encoder()
-        for step in numbers:
-            print(encoder.encode(step).decode())
-    else:
-        for row in table_rows(numbers):
+    rows = _json_rows(numbers) if as_json else table_rows(numbers)
+    collected = gc.isenabled()
+    gc.disable()  # a long trace makes many objects and no cycles
+    try:
+        for row in rows:
             print(row)
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _json_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
+    encoder = msgspec.json.Encoder()
+    return (encoder.encode(step).decode() for step in numbers)
 
 
 class _Usage(Exception):
