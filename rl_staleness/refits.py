@@ -72,12 +72,12 @@ class Refits:
     """Highest refit number so far."""
     orphans: int = 0
     """Listed calls that were forgotten before anybody published them."""
-    _refits: dict[int, Refit] = field(default_factory=dict)
-    _order: list[int] = field(default_factory=list)
-    listed: dict[str, Counts] = field(default_factory=dict)
+    _refits: dict[int, Refit] = field(default_factory=dict[int, Refit])
+    _order: list[int] = field(default_factory=list[int])
+    listed: dict[str, Counts] = field(default_factory=dict[str, Counts])
     """Counts of each call that a cut lists, those that were listed last at the end."""
-    _holders: dict[str, int] = field(default_factory=dict)  # waiting groups by call
-    aside: dict[str, Counts] = field(default_factory=dict)
+    _holders: dict[str, int] = field(default_factory=dict[str, int])  # waiting groups by call
+    aside: dict[str, Counts] = field(default_factory=dict[str, Counts])
     """The same of calls that were listed long ago, and are held."""
 
     def __post_init__(self) -> None:
