@@ -730,7 +730,6 @@ def test_stamp_finds_the_refit() -> None:
     )
 
 
-@pytest.mark.xfail(reason="the whole call is taken as stamped: a later refit is not seen")
 def test_stamp_of_a_refit_that_has_not_reported() -> None:
     """Stamped 1 after a refit to 1 that never reports: a later refit may still move the call."""
     step = fold(
@@ -743,7 +742,6 @@ def test_stamp_of_a_refit_that_has_not_reported() -> None:
     assert (step.age_lo, step.age_hi, step.violations) == (0, 1, 0)
 
 
-@pytest.mark.xfail(reason="the library counts one violation here")
 def test_stamp_of_a_refit_that_is_not_in_the_trace() -> None:
     """`until: 1` shows that there was a refit 1, so that it may explain a stamp without `after`."""
     check(
@@ -949,7 +947,6 @@ def test_repeated_cut_replaces_the_first() -> None:
     )
 
 
-@pytest.mark.xfail(reason="the library counts one violation here")
 def test_repeated_cut_may_lead_to_another_version() -> None:
     """It replaces the first in its version too: nothing is contradicted."""
     check(
@@ -1562,7 +1559,6 @@ def test_group_published_again_while_it_waits() -> None:
     )
 
 
-@pytest.mark.xfail(reason="the evidence of the first is released, also for the second")
 def test_group_published_again_keeps_its_evidence() -> None:
     """What the cuts say of a call holds for the group that replaces the first one too."""
     group = published("g", call("c", 0, 40, after=0))
@@ -1579,7 +1575,6 @@ def test_group_published_again_keeps_its_evidence() -> None:
     )
 
 
-@pytest.mark.xfail(reason="a call whose evidence was released is taken as not listed")
 @pytest.mark.parametrize("ended", [dropped("g"), trained(0, 1, "g")], ids=["dropped", "trained"])
 def test_call_that_is_published_again_later_is_at_least_bounded(ended: Event) -> None:
     """A call of a dropped or trained group comes again in another one: the truth is bounded."""
@@ -1739,7 +1734,6 @@ def test_refit_that_never_reports() -> None:
     )
 
 
-@pytest.mark.xfail(reason="a refit that failed without a cut has no version when it is packed")
 def test_cut_that_comes_after_a_hundred_refits() -> None:
     """A very late cut of a refit that failed says what its other line says: no violation."""
     events = [started(101, start=0, about={"orphan_after": 0})]
