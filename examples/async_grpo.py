@@ -202,7 +202,8 @@ def print_row(
     step: int, results: Sequence[tuple[float, float]], numbers: StepStaleness | None
 ) -> None:
     if step == 1:
-        print("step  reward  |ratio-1|  batch age = in flight + in queue  p95  coverage  tokens")
+        titles = "reward  |ratio-1|  batch age = in flight + in queue  p95  coverage"
+        print(f"step  {titles}  tokens by version")
     reward, distance = (statistics.mean(values) for values in zip(*results, strict=True))
     row = f"{step:4}  {reward:6.3f}  {distance:9.5f}  "
     if numbers is not None:
@@ -228,17 +229,17 @@ async def run(options: argparse.Namespace, staleness: StalenessCallback, folder:
     engines = {name: actor.remote(name, policy.folder) for name in names}
     try:
         await asyncio.gather(*(engine.__ray_ready__.remote() for engine in engines.values()))
-        trainer = AsyncGRPOTrainer(
-            policy,
-            engines,
-            callbacks=[staleness],
-            max_staleness=options.max_staleness,
-            refit_every=options.refit_every,
-            updates_per_step=options.updates_per_step,
-        )
-        await trainer.train(options.steps)
+        with staleness:
+            trainer = AsyncGRPOTrainer(
+                policy,
+                engines,
+                callbacks=[staleness],
+                max_staleness=options.max_staleness,
+                refit_every=options.refit_every,
+                updates_per_step=options.updates_per_step,
+            )
+            await trainer.train(options.steps)
     finally:
-        staleness.close()
         closed = [engine.close.remote() for engine in engines.values()]
         await asyncio.gather(*closed, return_exceptions=True)
         ray.shutdown()

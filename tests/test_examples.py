@@ -10,9 +10,11 @@ import time
 import uuid
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rl_staleness import StepStaleness, steps
+from rl_staleness import Call, Ledger, StepStaleness, read, steps
+from rl_staleness.events import GroupPublished, StepTrained
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +73,26 @@ def check_sound(numbers: list[StepStaleness], printed: str) -> None:
     assert "Error" not in printed
 
 
+def cuts_against_spans(trace: Path) -> int:
+    """The cuts that came from the actors say of every call what vLLM itself says."""
+    ledger = Ledger()
+    published: dict[str, tuple[Call, ...]] = {}
+    num_compared = 0
+    for event in read(trace):
+        if isinstance(event, GroupPublished):
+            published[event.group] = event.calls
+        if isinstance(event, StepTrained):
+            for call in (
+                call for batch in event.batches or () for g in batch for call in published[g]
+            ):
+                assert call.spans is not None
+                by_cuts = ledger.spans(msgspec.structs.replace(call, spans=None))
+                assert by_cuts == ledger.spans(call), call
+                num_compared += 1
+        ledger.apply(event)
+    return num_compared
+
+
 @pytest.mark.engine
 def test_synchronous_demo_reads_zero(tmp_path: Path) -> None:
     """Nothing is older than the step that trains it, and the engine has exactly its weights."""
@@ -104,6 +126,7 @@ def test_asynchronous_demo_is_exact(tmp_path: Path) -> None:
     refits = [(line["engine"], line["version"]) for line in lines(trace, "refit_done")]
     assert refits == [(f"engine-{i}", version) for version in range(4, 25, 4) for i in (0, 1)]
     assert len(lines(trace, "refit_cut")) == len(refits)
+    assert cuts_against_spans(trace) > 100
 
 
 @pytest.mark.engine
