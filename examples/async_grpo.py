@@ -82,44 +82,30 @@ class Group:
     samples: list[Sample]
 
 
+@dataclass
 class AsyncGRPOTrainer:
-    """Trains on groups while engines make others.
+    """Trains on groups while engines make others."""
 
-    Args:
-        engines: handles of `Generator` actors by name.
-        callbacks: told of what happens.
-        max_staleness: updates since a group was begun, when a step takes it; 0 is synchronous.
-        refit_every: steps from one refit to the next.
-        updates_per_step: equal parts of a step's groups, with an update each.
-    """
+    policy: Policy
+    engines: dict[str, Any]
+    """Handles of `Generator` actors."""
+    callbacks: Sequence[StalenessCallback]
+    max_staleness: int
+    """Updates since a group was begun, when a step takes it; 0 is synchronous training."""
+    refit_every: int = 1
+    """Steps from one refit to the next."""
+    updates_per_step: int = 1
+    """Equal parts of a step's groups, with an update each."""
+    groups_per_step: int = 8
+    samples_per_group: int = 8
 
-    def __init__(
-        self,
-        policy: Policy,
-        engines: dict[str, Any],
-        *,
-        callbacks: Sequence[StalenessCallback],
-        max_staleness: int,
-        refit_every: int = 1,
-        updates_per_step: int = 1,
-        groups_per_step: int = 8,
-        samples_per_group: int = 8,
-    ) -> None:
-        self.policy = policy
-        self.engines = engines
-        self.callbacks = callbacks
-        self.max_staleness = max_staleness
-        self.refit_every = refit_every
-        self.updates_per_step = updates_per_step
-        self.groups_per_step = groups_per_step
-        self.samples_per_group = samples_per_group
-        self.version = 0
-        self.version_of_engines = 0
+    def __post_init__(self) -> None:
+        self.version = self.version_of_engines = 0
         self.num_begun = self.num_dropped = 0
         self.rollouts: set[asyncio.Task[None]] = set()
         self.buffer: deque[Group] = deque()
-        for callback in callbacks:
-            for name, engine in engines.items():
+        for callback in self.callbacks:
+            for name, engine in self.engines.items():
                 callback.attach(RayEngine(engine, name=name))  # staleness
 
     async def train(self, steps: int) -> None:
@@ -198,9 +184,7 @@ class AsyncGRPOTrainer:
         self.version_of_engines = self.version
 
 
-def print_row(
-    step: int, results: Sequence[tuple[float, float]], numbers: StepStaleness | None
-) -> None:
+def print_row(step: int, results: list[tuple[float, float]], numbers: StepStaleness | None) -> None:
     if step == 1:
         titles = "reward  |ratio-1|  batch age = in flight + in queue  p95  coverage"
         print(f"step  {titles}  tokens by version")
@@ -215,7 +199,7 @@ def print_row(
 
 async def run(options: argparse.Namespace, staleness: StalenessCallback, folder: Path) -> None:
     """Start Ray and the engines, train, and leave none of their processes and files behind."""
-    os.environ["TMPDIR"] = str(folder)
+    os.environ["TMPDIR"] = str(folder)  # for whatever the actors leave there
     ray.init(
         num_cpus=1,
         include_dashboard=False,
@@ -243,13 +227,6 @@ async def run(options: argparse.Namespace, staleness: StalenessCallback, folder:
         closed = [engine.close.remote() for engine in engines.values()]
         await asyncio.gather(*closed, return_exceptions=True)
         ray.shutdown()
-
-
-def recompute(trace: str) -> list[StepStaleness]:
-    """What the offline command makes of a trace."""
-    command = [sys.executable, "-m", "rl_staleness.cli", "steps", "--json", trace]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()
-    return [msgspec.json.decode(line, type=StepStaleness) for line in lines]
 
 
 def parse() -> argparse.Namespace:
@@ -283,7 +260,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder:
         asyncio.run(run(options, staleness, Path(folder)))
     trace = staleness.trace or ""
-    agree = online == recompute(trace)
+    command = [sys.executable, "-m", "rl_staleness.cli", "steps", "--json", trace]
+    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()
+    agree = online == [msgspec.json.decode(line, type=StepStaleness) for line in lines]
     print(
         f"`rl-staleness steps {trace}` recomputes {len(online)} steps from the trace alone: ",
         end="",

@@ -11,6 +11,7 @@ block around the weights. Everything else is an asynchronous trainer as it was b
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ STEPS_AHEAD = 2
 async def main(folder: Path) -> None:
     from rl_staleness.integrations.vllm import VllmEngine
 
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # for whatever vLLM leaves there
     policy = Policy(folder)
     llm = start_engine(folder)
     buffer: asyncio.Queue[tuple[Group, list[Sample]]] = asyncio.Queue()

@@ -26,6 +26,7 @@ os.environ.update(  # read by Ray, torch and vLLM when they are imported or star
     RAY_DEDUP_LOGS_SKIP_REGEX="Triton is installed",  # and of no use, engines say
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # Ray listens on the loopback interface only
     RAY_USAGE_STATS_ENABLED="0",
+    TORCH_COMPILE_DISABLE="1",  # it would take longer than the run
     TORCH_CPP_LOG_LEVEL="ERROR",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # lets the executor "uni" save a process an engine

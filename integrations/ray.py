@@ -109,6 +109,8 @@ class RayEngine:
         """Restore what was wrapped in the actor, without waiting for it."""
         with self._lock:
             thread, self._thread = self._thread, None
+            self._receivers.clear()
+            self._marked.clear()
         if thread is not None:
             self._send("detach")
             self._inbox.put(None)
@@ -152,33 +154,41 @@ class RayEngine:
                 answer = self._inbox.get(timeout=interval if self._marked else None)
             except queue.Empty:
                 interval = min(2 * interval, LONGEST_SECONDS)
-                with self._lock:
-                    late = [refit for refit, end in self._marked.items() if time.monotonic() > end]
-                for refit in late:
-                    self._deliver(refit, None)
+                self._give_up()
                 if not asked:
                     asked = True
                     self._send("counts")
                 continue
             if answer is None:
                 return
-            error = answer.cuts.exception()
             if answer.operation == "counts":
                 asked = False
             elif answer.operation == "mark":
                 interval = FIRST_SECONDS
-                if error is not None:
-                    self._deliver(answer.refit, None)
-                with self._lock:
-                    if answer.refit in self._receivers:
-                        self._marked[answer.refit] = time.monotonic() + self._patience
-            if error is not None:
+            try:
+                self._take(answer)
+            except Exception as error:  # noqa: BLE001  # handed on to whoever waits
                 answer.taken.set_exception(error)
-                continue
-            for refit, cut in answer.cuts.result().items():
-                if refit in self._marked:
-                    self._deliver(refit, cut)
-            answer.taken.set_result(None)
+            else:
+                answer.taken.set_result(None)
+
+    def _take(self, answer: _Answer) -> None:
+        """Deliver what came with an answer; raise what the request raised."""
+        if answer.operation == "mark":
+            if answer.cuts.exception() is not None:
+                self._deliver(answer.refit, None)
+            with self._lock:
+                if answer.refit in self._receivers:
+                    self._marked[answer.refit] = time.monotonic() + self._patience
+        for refit, cut in answer.cuts.result().items():
+            if refit in self._marked:
+                self._deliver(refit, cut)
+
+    def _give_up(self) -> None:
+        with self._lock:
+            late = [refit for refit, end in self._marked.items() if time.monotonic() > end]
+        for refit in late:
+            self._deliver(refit, None)
 
 
 @dataclass(frozen=True, slots=True)

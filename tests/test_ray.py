@@ -326,6 +326,23 @@ def test_engine_of_another_name_is_refused_by_both_names() -> None:
     engine.detach()
 
 
+def test_receiver_that_raises_stops_nothing() -> None:
+    """What it raises is the answer to the mark, and the next refit has its counts."""
+    actor, counts = new_actor(), Counts()
+    engine = RayEngine(actor, name="e")
+    engine.start(version=0, refit=0).result(10)
+
+    def raising(cut: Cut | None) -> None:
+        raise OSError(str(cut))
+
+    with pytest.raises(OSError, match="calls="):
+        engine.mark(1, version=1, mode="keep", deliver=raising).result(10)
+    engine.done(1, version=1).result(10)
+    engine.mark(2, version=2, mode="keep", deliver=counts).result(10)
+    assert counts.cuts == [Cut(calls={"c": 2})]
+    engine.detach()
+
+
 def test_attribute_leads_to_the_engine() -> None:
     """An actor keeps its engine where it likes."""
     actor = new_actor()
