@@ -40,11 +40,14 @@ from rl_staleness.events import (
     RunFinished,
     RunStarted,
     StepTrained,
+    TraceError,
     ViolationFound,
+    decode,
+    encode,
 )
 from rl_staleness.guard import Guard
 from rl_staleness.pauses import Answer, Cuts, Pauses
-from rl_staleness.publication import Content, Masks, content_of, mask_of
+from rl_staleness.publication import Content, Masks, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
 from rl_staleness.sinks import Sink, StepObserver
@@ -146,10 +149,18 @@ class StalenessCallback:
             about={**(about or {}), "orphan_after": orphan_after},
             torn=self._recorder.torn,
         )
+        try:
+            decode(encode(self._start))
+        except TraceError as error:
+            self._recorder.close()
+            raise ValueError(f"run, about: cannot stand in a trace: {error}") from error
         self._started = self._closed = False
         self._names = itertools.count(1)
         self._pauses = Pauses(
-            self._recorder.record, clock=clock, last_refit=self._recorder.ledger.last_refit
+            self._record,
+            guard=self._guard,
+            clock=clock,
+            last_refit=self._recorder.ledger.last_refit,
         )
         self.attach(*engines)
 
@@ -177,15 +188,25 @@ class StalenessCallback:
 
     def age(self, group: Group | str) -> StepStaleness:
         """How old a waiting group is: what a step that trained it alone now would report."""
+        self._ensure_started()
         with self._recorder.lock:
             return self._recorder.ledger.age([_name(group)])
 
     def spans(self, call: LiveCall | Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far."""
+        self._ensure_started()
         with self._recorder.lock:
-            return self._recorder.ledger.spans(
-                call.record() if isinstance(call, LiveCall) else call
-            )
+            record = written(call, masks={}, policy_version=self.version)
+            return self._recorder.ledger.spans(record)
+
+    async def selftest(self) -> dict[str, object]:
+        """Run one live call on each engine that can; what evidence each of them gives."""
+        tests = {
+            name: test
+            for name, engine in self._pauses.engines.items()
+            if (test := getattr(engine, "selftest", None)) is not None
+        }
+        return {name: await test() for name, test in tests.items()}
 
     # Hooks.
 
@@ -230,8 +251,11 @@ class StalenessCallback:
         """
         with self._guard("on_publish"):
             self._ensure_started()
+            calls = None if calls is None else list(calls)
             with self._recorder.lock:
-                content = self._content(group, calls, trained)
+                content = self._content(group, calls, trained, sum_up=not restored)
+                if not (content.calls or content.tokens or unknown):
+                    self._guard.note(f"on_publish got no call of a group ({_name(group)!r} first)")
                 self._record(
                     GroupPublished(
                         time=self._clock(),
@@ -254,6 +278,7 @@ class StalenessCallback:
         """A group will not be trained, published or not; fires when that is decided."""
         with self._guard("on_drop"):
             self._ensure_started()
+            calls = None if calls is None else list(calls)
             with self._recorder.lock:
                 content = Content({}, ())
                 if not self._recorder.ledger.is_waiting(_name(group)):
@@ -293,22 +318,26 @@ class StalenessCallback:
         """
         with self._guard("on_step"):
             self._ensure_started()
+            event = StepTrained(
+                time=self._clock(),
+                step=0,
+                version=0,
+                groups=None if groups is None and batches is not None else _names(groups),
+                updates=updates,
+                batches=None if batches is None else tuple(_names(b) for b in batches),
+                trained={
+                    group: {call: mask_of(mask) for call, mask in masks.items()}
+                    for group, masks in (trained or {}).items()
+                }
+                or None,
+                kept=_names(kept) or None,
+            )
             with self._recorder.lock:
                 numbers = self._record(
-                    StepTrained(
-                        time=self._clock(),
+                    msgspec.structs.replace(
+                        event,
                         step=self.step if step is None else step,
                         version=self.version if version is None else version,
-                        groups=_names(groups) if batches is None else None,
-                        updates=updates,
-                        batches=None if batches is None else tuple(_names(b) for b in batches),
-                        trained={
-                            group: {call: mask_of(mask) for call, mask in masks.items()}
-                            for group, masks in trained.items()
-                        }
-                        if trained
-                        else None,
-                        kept=_names(kept) or None,
                     )
                 )
             if numbers is not None:
@@ -395,22 +424,21 @@ class StalenessCallback:
 
     def close(self, status: str = "finished") -> None:
         """End the trace and let go of the engines; the run itself is the user's. Never raises."""
+        if self._closed:
+            return
         with self._guard("close"):
-            if self._closed:
-                return
             self._ensure_started()
-            self._closed = True
-            for engine in self._pauses.engines.values():
-                with self._guard(f"detaching engine {engine.name!r}"):
-                    engine.detach()
-            self._recorder.record(RunFinished(time=self._clock(), status=status))
+            self._record(RunFinished(time=self._clock(), status=status))
+        self._closed = True
+        for name, engine in self._pauses.engines.items():
+            with self._guard(f"detaching engine {name!r}"):
+                engine.detach()
+        with self._guard("close"):
             self._recorder.close()
-            self._close_sinks()
-            missing = self.missing()
-            if missing:
-                _log.warning(
-                    "rl_staleness: %s", "; ".join(f"{n} {what}" for what, n in missing.items())
-                )
+        self._close_sinks()
+        listed = "; ".join(f"{number} {what}" for what, number in self.missing().items())
+        if listed:
+            _log.warning("rl_staleness: %s", listed)
 
     def missing(self) -> dict[str, int]:
         """What the numbers and the trace had to do without, by kind; empty for a sound run."""
@@ -419,6 +447,7 @@ class StalenessCallback:
             "events had a value of a wrong type and were refused": self._recorder.refused,
             "refits had no cut": self._pauses.without_cut,
             "calls that cuts listed were never published": self._recorder.ledger.orphans,
+            **{f"violations {name}": n for name, n in self._recorder.violations.items()},
             **{f"times {what} failed": number for what, number in self._guard.failures.items()},
         }
         return {what: number for what, number in counts.items() if number}
@@ -438,6 +467,8 @@ class StalenessCallback:
 
     def _ensure_started(self) -> None:
         """Write ``run_started`` at the first hook, so that engines can be attached until then."""
+        if self._closed:
+            raise RuntimeError("it was called after close() and did nothing")
         if not self._started:
             self._start_run()
 
@@ -447,13 +478,16 @@ class StalenessCallback:
                 return
             version = self._start.version
             engines = dict.fromkeys(self._pauses.engines, version)
-            self._record(msgspec.structs.replace(self._start, engines=engines))
+            self._recorder.record(msgspec.structs.replace(self._start, engines=engines))
+            run = self._recorder.ledger.run
+            if run is None or run.incarnation != self._start.incarnation:
+                raise OSError(f"trace: {self.trace}: its first line could not be written")
             self._started = True
         self._guard.watch(self._pauses.start(version))
 
     def _record(self, event: Event) -> StepStaleness | None:
-        if self._closed:
-            raise RuntimeError(f"{type(event).__name__} after close(): it is not in the trace")
+        if self._closed or not self._started:
+            raise RuntimeError(f"{type(event).__name__} outside of the run: not in the trace")
         return self._recorder.record(event)
 
     def _paused(
@@ -465,6 +499,8 @@ class StalenessCallback:
         cuts: Cuts | None,
     ) -> list[Answer]:
         self._ensure_started()
+        if kv not in (None, "kept", "recomputed") or not isinstance(mode, str):
+            raise ValueError(f"mode, kv: {mode!r}, {kv!r}; kv is 'kept', 'recomputed' or None")
         return self._pauses.begin(
             engines,
             version=self.version if version is None else version,
@@ -474,20 +510,32 @@ class StalenessCallback:
         )
 
     def _content(
-        self, group: Group | str, calls: Iterable[LiveCall | Call] | None, trained: Masks | None
+        self,
+        group: Group | str,
+        calls: list[LiveCall | Call] | None,
+        trained: Masks | None,
+        *,
+        sum_up: bool = True,
     ) -> Content:
         """What to write of a group; the caller holds the lock."""
-        members = list(calls or ()) + (group.calls if isinstance(group, Group) else [])
+        members = [*(calls or ()), *(group.calls if isinstance(group, Group) else ())]
         running = [c.call for c in members if isinstance(c, LiveCall) and not c.ended]
         if running:
             detail = f"group {_name(group)!r}: {len(running)} calls were still running"
             self._record(ViolationFound(time=self._clock(), name="calls_running", detail=detail))
+        astray = (trained or {}).keys() - {call.call for call in members}
+        for name in sorted(astray):
+            detail = f"call {name!r} of group {_name(group)!r} is not among its calls"
+            self._record(
+                ViolationFound(time=self._clock(), name="mask_of_unknown_call", detail=detail)
+            )
         ledger = self._recorder.ledger
         return content_of(
             members,
             masks=trained or {},
-            sum_up=not self._late_masks,
+            sum_up=sum_up and not self._late_masks,
             sole_version=ledger.sole_version,
+            in_doubt=self._pauses.in_doubt,
             policy_version=ledger.version,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -97,7 +97,8 @@ def captured(capture: Capture | None = None) -> Generator[Capture]:
     try:
         yield capture
     finally:
-        _open.reset(token)
+        with suppress(ValueError):  # an async generator that another task than its own closes
+            _open.reset(token)
 
 
 class Engine(Protocol):

@@ -91,17 +91,22 @@ class Guard:
     def watch(self, answers: Sequence[Answer]) -> None:
         """Do not wait; notice failures when they come."""
         for answer in answers:
-            answer.noticed.add_done_callback(lambda _, a=answer: self._look_at([a]))  # type: ignore[misc]
+            answer.noticed.add_done_callback(lambda _, a=answer: self._failure(a))  # type: ignore[misc]
 
     def _look_at(self, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            what = f"telling engine {answer.engine!r} of {answer.what}"
-            if not answer.noticed.done():
-                self.silent.add(answer.engine)
-                self.note(what, TimeoutError(f"no answer in {self._timeout} s"))
-                continue
+        errors = [error for answer in answers if (error := self._failure(answer)) is not None]
+        if errors and self.strict:
+            raise errors[0]
+
+    def _failure(self, answer: Answer) -> BaseException | None:
+        error: BaseException | None
+        if not answer.noticed.done():
+            self.silent.add(answer.engine)
+            error = TimeoutError(f"engine {answer.engine!r}: no answer in {self._timeout} s")
+        else:
             self.silent.discard(answer.engine)
-            if answer.noticed.cancelled():
-                self.note(what, concurrent.futures.CancelledError())
-            elif (error := answer.noticed.exception()) is not None:
-                self.note(what, error)
+            cancelled = answer.noticed.cancelled()
+            error = TimeoutError("cancelled") if cancelled else answer.noticed.exception()
+        if error is not None:
+            self.note(f"telling engine {answer.engine!r} of {answer.what}", error)
+        return error

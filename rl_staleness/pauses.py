@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from rl_staleness.engines import Cut, Engine
-from rl_staleness.events import Event, RefitAborted, RefitCut, RefitDone, ViolationFound
+from rl_staleness.events import LARGEST, Event, RefitAborted, RefitCut, RefitDone, ViolationFound
 
 __all__ = ["Answer", "Cuts", "Pauses"]
 
@@ -24,7 +25,8 @@ ENGINE = "engine"
 """Name of the engine of a trainer that attached none and named none."""
 
 EMPTY_MODES = ("abort", "wait")
-"""Pause modes in which every call that had begun has ended when the pause is complete."""
+"""Pause modes in which every call has ended when the pause is complete; what an attached engine
+queued meanwhile, it lists itself."""
 
 Cuts = Mapping[str, Mapping[str, int]]
 """Tokens so far by engine and call, from a trainer that counts them itself."""
@@ -49,6 +51,10 @@ class _Pause:
     kv: Literal["kept", "recomputed"] | None
     began: float
     """On the monotonic clock, in seconds."""
+    noticed: Future[None] | None = None
+    """Done once the engine knows of the pause; None for one that is not attached."""
+    labelled: Future[None] | None = None
+    """Done once the engine knows that the refit is done."""
     cut_due: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -58,6 +64,7 @@ class Pauses:
 
     Args:
         record: writes and applies an event; it is called from any thread.
+        guard: keeps what goes wrong with a cut from the engine that counted it.
         clock: Unix seconds.
         last_refit: the highest refit number of an engine in the trace.
     """
@@ -66,6 +73,7 @@ class Pauses:
         self,
         record: Callable[[Event], object],
         *,
+        guard: Callable[[str], AbstractContextManager[None, bool]],
         clock: Callable[[], float],
         last_refit: Callable[[str], int],
     ) -> None:
@@ -73,10 +81,15 @@ class Pauses:
         self.without_cut = 0
         """Refits of an engine that could not say how far its calls were."""
         self._record = record
+        self._guard = guard
         self._clock = clock
         self._last_refit = last_refit
         self._numbers: dict[str, int] = {}
         self._paused: dict[str, _Pause] = {}
+        self._started: dict[str, int] = {}
+        self._last_noticed: dict[str, int] = {}
+        self._stuck: dict[str, set[int]] = {}
+        self._unlabelled: dict[str, set[int]] = {}
 
     def attach(self, engine: Engine) -> None:
         """Take an engine in.
@@ -90,6 +103,7 @@ class Pauses:
 
     def start(self, version: int) -> list[Answer]:
         """Tell every engine which version it holds as the run starts."""
+        self._started = {name: self._number(name) for name in self.engines}
         return [
             _told(name, "start", partial(engine.start, version=version, refit=self._number(name)))
             for name, engine in self.engines.items()
@@ -109,26 +123,29 @@ class Pauses:
         for name in self._chosen(names):
             left_open = self._paused.pop(name, None)
             if left_open is not None:
+                self._doubt(name, left_open)
                 detail = f"refit {left_open.refit} of {name!r} was neither done nor aborted"
                 self._violation("refit_left_open", detail)
             refit = self._numbers[name] = self._number(name) + 1
-            pause = _Pause(refit, version, mode, kv, time.monotonic())
-            self._paused[name] = pause
-            if cuts is not None and name in cuts:
-                self._deliver(name, pause, Cut(calls=cuts[name]))
+            pause = self._paused[name] = _Pause(refit, version, mode, kv, time.monotonic())
             engine = self.engines.get(name)
-            if engine is None:
-                self._deliver(name, pause, None)
-                continue
-
-            mark = partial(
-                engine.mark,
-                refit,
-                version=version,
-                mode=mode,
-                deliver=partial(self._deliver, name, pause),
-            )
-            answers.append(_told(name, "pause", mark))
+            if engine is not None:
+                mark = partial(
+                    engine.mark,
+                    refit,
+                    version=version,
+                    mode=mode,
+                    deliver=partial(self._deliver, name, pause),
+                )
+                answers.append(_told(name, "pause", mark))
+                pause.noticed = answers[-1].noticed
+        for name in self._chosen(names):
+            if cuts is not None and name in cuts:
+                self._deliver(name, self._paused[name], Cut(calls=cuts[name]))
+            elif name not in self.engines and mode in EMPTY_MODES:
+                self._deliver(name, self._paused[name], Cut(calls={}))
+            elif name not in self.engines:
+                self._deliver(name, self._paused[name], None)
         return answers
 
     def moved(self, names: Iterable[str] | None, *, version: int | None) -> list[Answer]:
@@ -139,6 +156,7 @@ class Pauses:
             if pause is not None:
                 to = pause.version if version is None else version
                 answers.append(_told(name, "done", partial(engine.done, pause.refit, version=to)))
+                pause.labelled = answers[-1].noticed
         return answers
 
     def done(self, names: Iterable[str] | None, *, version: int | None, policy: int) -> None:
@@ -154,6 +172,7 @@ class Pauses:
                 refit = self._numbers[name] = self._number(name) + 1
                 to, seconds = policy if version is None else version, None
             else:
+                self._doubt(name, pause)
                 refit, seconds = pause.refit, time.monotonic() - pause.began
                 to = pause.version if version is None else version
             self._record(
@@ -185,28 +204,53 @@ class Pauses:
                 answers.append(_told(name, "aborted", partial(engine.aborted, pause.refit)))
         return answers
 
+    def in_doubt(self, engine: str, after: int | None, until: int | None) -> tuple[bool, bool]:
+        """Whether refit numbers, and spans, that an engine gave a call may be too old.
+
+        An engine that did not take notice of a refit goes on counting from the one before, and
+        labels what it generates with the version from before.
+        """
+        stuck = self._stuck.get(engine, ())
+        numbers = after in stuck or until in stuck
+        first, last = after or 0, LARGEST if until is None else until
+        spans = numbers or any(first <= n <= last for n in self._unlabelled.get(engine, ()))
+        return numbers, spans
+
+    def _doubt(self, name: str, pause: _Pause) -> None:
+        """Note, as a refit ends, whether its engine had taken notice of the pause."""
+        if pause.noticed is None:
+            return
+        if _succeeded(pause.noticed):
+            self._last_noticed[name] = pause.refit
+        else:
+            before = self._last_noticed.get(name, self._started.get(name, 0))
+            self._stuck.setdefault(name, set()).add(before)
+        if pause.labelled is not None and not _succeeded(pause.labelled):
+            self._unlabelled.setdefault(name, set()).add(pause.refit)
+
     def _deliver(self, name: str, pause: _Pause, cut: Cut | None) -> None:
         """Write down what an engine counted, the first time that it says so."""
         with pause.lock:
             if not pause.cut_due:
                 return
             pause.cut_due = False
-        if cut is None and pause.mode not in EMPTY_MODES:
+        if cut is None:
             self.without_cut += 1
             return
-        self._record(
-            RefitCut(
-                time=self._clock(),
-                engine=name,
-                refit=pause.refit,
-                version=pause.version,
-                calls={} if cut is None else dict(cut.calls),
-                exact=None if cut is None or cut.exact else False,
-                kv=pause.kv or (cut.kv if cut is not None else None),
-                mode=pause.mode,
-                snapshot_seconds=None if cut is None else cut.snapshot_seconds,
+        with self._guard(f"writing what engine {name!r} counted"):
+            self._record(
+                RefitCut(
+                    time=self._clock(),
+                    engine=name,
+                    refit=pause.refit,
+                    version=pause.version,
+                    calls=dict(cut.calls),
+                    exact=None if cut.exact else False,
+                    kv=pause.kv or cut.kv,
+                    mode=pause.mode,
+                    snapshot_seconds=cut.snapshot_seconds,
+                )
             )
-        )
 
     def _chosen(self, names: Iterable[str] | None) -> list[str]:
         if names is not None:
@@ -231,3 +275,7 @@ def _told(engine: str, what: str, tell: Callable[[], Future[None]]) -> Answer:
         failed: Future[None] = Future()
         failed.set_exception(error)
         return Answer(engine, what, failed)
+
+
+def _succeeded(future: Future[None]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

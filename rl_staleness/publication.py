@@ -14,13 +14,16 @@ import msgspec
 from rl_staleness.engines import LiveCall
 from rl_staleness.events import LARGEST, Call, Mask
 
-__all__ = ["Content", "Masks", "content_of", "mask_of"]
+__all__ = ["Content", "InDoubt", "Masks", "content_of", "mask_of", "written"]
 
 Masks = Mapping[str, Sequence[Sequence[int]]]
 """Trained ``[start, stop)`` ranges by call name."""
 
 SoleVersion = Callable[[str, int, int], int | None]
 """(engine, after, until) to the version of a whole call, None where a refit may have touched it."""
+
+InDoubt = Callable[[str, int | None, int | None], tuple[bool, bool]]
+"""(engine, after, until) to whether those numbers, and the spans of such a call, may be too old."""
 
 
 class Content(NamedTuple):
@@ -36,13 +39,14 @@ def content_of(
     masks: Masks,
     sum_up: bool,
     sole_version: SoleVersion,
+    in_doubt: InDoubt,
     policy_version: int,
 ) -> Content:
     """Sum up the calls that are settled and list the others.
 
     Args:
         masks: final loss masks of the calls that have one; other calls are trained whole.
-        sum_up: False if masks may still change.
+        sum_up: False if masks may still change, or the calls are from before a resume.
         policy_version: nothing that was generated so far can be newer.
     """
     tokens: dict[int, int] = {}
@@ -53,12 +57,18 @@ def content_of(
         if sum_up and after is not None and until is not None and not masks:
             key = (call.engine, after, until)
             if key not in versions:
-                versions[key] = sole_version(*key)
+                versions[key] = None if any(in_doubt(*key)) else sole_version(*key)
             version = versions[key]
             if version is not None and _agrees(call, version):
                 tokens[version] = tokens.get(version, 0) + call.tokens
                 continue
-        listed.append(_record(call, masks, policy_version))
+        record = written(call, masks=masks, policy_version=policy_version)
+        numbers, spans = in_doubt(record.engine, record.after, record.until)
+        if numbers:
+            record = msgspec.structs.replace(record, after=None, until=None, spans=None)
+        elif spans and record.spans is not None:
+            record = msgspec.structs.replace(record, spans=None)
+        listed.append(record)
     return Content({v: n for v, n in tokens.items() if n}, tuple(listed))
 
 
@@ -69,14 +79,15 @@ def mask_of(ranges: Sequence[Sequence[int]]) -> Mask:
 
 def _agrees(call: LiveCall | Call, version: int) -> bool:
     """Whether nothing has to be written down of this call beside its version and its tokens."""
-    if type(call.tokens) is not int or call.tokens < 0:
+    if call.version != version or type(call.tokens) is not int or call.tokens < 0:
         return False  # not to be hidden in a sum
     if isinstance(call, Call) and call.trained is not None:
         return False
     return call.spans is None or tuple(call.spans) == ((0, call.tokens, version),)
 
 
-def _record(call: LiveCall | Call, masks: Masks, policy_version: int) -> Call:
+def written(call: LiveCall | Call, *, masks: Masks, policy_version: int) -> Call:
+    """A call as it is written: with its mask, and with nothing newer than the policy."""
     record = call.record() if isinstance(call, LiveCall) else call
     mask = masks.get(record.call)
     if mask is not None:

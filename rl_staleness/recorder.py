@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 
 from rl_staleness.events import Event, RunStarted, TraceError, decode, encode
 from rl_staleness.ledger import Ledger
@@ -16,6 +17,9 @@ from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import TraceWriter, read
 
 __all__ = ["Recorder"]
+
+LOGGED_A_NAME = 3
+"""Violations of one name that are logged; the others are counted."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +41,8 @@ class Recorder:
         self.ledger = Ledger()
         self.refused = 0
         """Events with a value of a wrong type: neither written nor applied."""
+        self.violations: Counter[str] = Counter()
+        """By name, since this process opened the trace."""
         self._writer = None if path is None else TraceWriter(path, run=run)
         self._step: StepStaleness | None = None
         if self._writer is not None and self._writer.continued:
@@ -91,4 +97,6 @@ class Recorder:
     def _apply(self, event: Event) -> None:
         self._step = self.ledger.apply(event)
         for name, detail in self.ledger.found:
-            _log.warning("violation %s: %s", name, detail)
+            self.violations[name] += 1
+            if self.violations[name] <= LOGGED_A_NAME:
+                _log.warning("rl_staleness: violation %s: %s", name, detail)

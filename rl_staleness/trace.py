@@ -9,6 +9,7 @@ in the middle; how many were lost is said by a ``gap`` line as soon as writing w
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import io
 import logging
@@ -91,21 +92,23 @@ class TraceWriter:
         run: the run's identity.
 
     Raises:
-        OSError: the file cannot be opened for appending.
+        OSError: the file cannot be opened for appending, or another process writes this run.
         TraceError: what stands there is no trace.
+        ValueError: the name ends in ``.gz``.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, run: str) -> None:
-        self.path = _free_path(Path(path), run)
+        if os.fspath(path).endswith(".gz"):
+            raise ValueError(f"trace: {path} is written as plain lines; compress it afterwards")
+        self.path, file = _free(Path(path), run)
+        self._file: int | None = file
         self.lost = 0
         """Lines of this writer that are not in the file."""
         self._unsaid = 0
         self.torn = _mend(self.path)
         """Bytes of a torn last line that were cut off."""
-        self.continued = self.path.exists() and self.path.stat().st_size > 0
+        self.continued = self.path.stat().st_size > 0
         """The file holds a trace of this run already."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
-        self._file: int | None = os.open(self.path, flags, 0o644)
 
     def append(self, event: Event, *, applied: Callable[[Event], None] | None = None) -> bool:
         """Write one line; ``applied`` gets what a reader will see of it, and of a gap before it.
@@ -118,7 +121,8 @@ class TraceWriter:
         """
         line = encode(event)
         seen = [decode(line)]
-        if self._unsaid:  # both or none, so that a disk that is nearly full is not filled with gaps
+        if self._unsaid and type(event) is not RunStarted:
+            # Both or none, so that a disk that is nearly full is not filled with gaps.
             gap = Gap(time=event.time, lost=self._unsaid)
             line = encode(gap) + b"\n" + line
             seen.insert(0, gap)
@@ -176,15 +180,35 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _free_path(path: Path, run: str) -> Path:
-    """The first of path, path-2, ... that does not exist, is empty, or is a trace of this run."""
+def _free(path: Path, run: str) -> tuple[Path, int]:
+    """Open the first of path, path-2, ... that nobody writes and that is new or of this run."""
     number, free = 1, path
-    while free.exists() and free.stat().st_size:
-        if next(_runs(free), run) == run:
-            return free
+    while True:
+        file = os.open(free, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        alone = _lock(file)
+        try:
+            ours = not free.stat().st_size or next(_runs(free), run) == run
+        except BaseException:
+            os.close(file)
+            raise
+        if alone and ours:
+            return free, file
+        os.close(file)
+        if ours and free.stat().st_size:
+            raise FileExistsError(f"trace: {free}: another process is writing run {run!r}")
         number += 1
         free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return free
+
+
+def _lock(file: int) -> bool:
+    """Keep other writers off this file while it is open; False if there is one."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _runs(path: Path) -> Iterator[str]:

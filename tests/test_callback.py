@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -457,6 +460,8 @@ def test_refit_numbers_go_on_after_a_resume(path: Path) -> None:
         ({"step": 1.5}, "step"),
         ({"orphan_after": -1}, "orphan_after"),
         ({"timeout": -1}, "timeout"),
+        ({"about": {"dtype": object()}}, "run, about"),
+        ({"run": 7}, "run, about"),
         ({"engines": [FakeEngine("a"), FakeEngine("a")]}, "engines"),
     ],
 )
@@ -531,3 +536,208 @@ def test_violations_are_logged_with_their_names(
     with caplog.at_level(logging.WARNING), StalenessCallback(trace=path) as staleness:
         staleness.on_step(["nobody"])
     assert any("unknown_group" in r.getMessage() for r in caplog.records)
+
+
+def test_a_refit_that_an_engine_did_not_hear_of_leaves_its_calls_in_doubt(path: Path) -> None:
+    """An engine whose mark came too late goes on with numbers from before: no evidence."""
+    engine = FakeEngine()
+    engine.answer = Future
+    with StalenessCallback(trace=path, engines=[engine], timeout=0.01) as staleness:
+        staleness.on_step([])
+        with staleness.refit():
+            pass
+        stale = [
+            call("ended after the resume", 40, 0, 0, spans=((0, 40, 0),)),
+            call("began after the resume", 50, 0, 0),
+        ]
+        staleness.on_publish("g", calls=stale)
+        numbers = staleness.on_step(["g"])
+        engine.answer, engine.counts = noticed, {}
+        with staleness.refit():
+            pass
+        staleness.on_publish("late", calls=[call("published after the next", 5, 0, 0)])
+        late = staleness.on_step(["late"])
+        staleness.on_publish("h", calls=[call("sure", 10, 2, 2)])
+        sure = staleness.on_step(["h"])
+    assert numbers and late and sure
+    assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0.0, 0.0, 1.0)
+    assert late.coverage == 0.0
+    assert (sure.coverage, sure.tokens_by_version, sure.violations) == (1.0, {2: 10}, 0)
+
+
+def test_a_refit_whose_end_an_engine_did_not_hear_of_takes_its_spans(path: Path) -> None:
+    """An engine that was not told of the new version labels with the old one: no spans."""
+    engine = FakeEngine(counts={})
+    with StalenessCallback(trace=path, engines=[engine], timeout=0.01) as staleness:
+        staleness.on_step([])
+        staleness.on_refit_paused()
+        engine.answer = Future
+        staleness.on_refit_done()
+        staleness.on_publish("g", calls=[call("a", 40, 1, 1, spans=((0, 40, 0),))])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.coverage, numbers.tokens_by_version) == (1.0, {1: 40})
+
+
+def test_an_attached_engine_that_cannot_say_has_no_cut_in_any_mode(path: Path) -> None:
+    """A cut is never made up for an engine that was asked and had no answer."""
+    with StalenessCallback(trace=path, engines=[FakeEngine()]) as staleness:
+        staleness.on_step([])
+        staleness.on_refit_paused(mode="abort")
+        staleness._pauses.engines["engine"].deliver(None)  # type: ignore[attr-defined]
+        staleness.on_refit_done()
+        staleness.on_publish("g", calls=[call("a", 40, 0, 1)])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert numbers.coverage == 0.0
+    assert not any(line["event"] == "refit_cut" for line in lines(path))
+
+
+def test_a_restored_group_without_spans_is_bounded(path: Path) -> None:
+    """A call from before a resume is never taken for one of the version that the run resumed at."""
+    with StalenessCallback(trace=path, version=5) as staleness:
+        old = Call(call="a", engine="engine", version=2, tokens=10, after=0, until=0)
+        staleness.on_publish("g", calls=[old], restored=True)
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0.0, 0.0, 3.0)
+
+
+def test_a_stamp_that_the_engine_contradicts_is_not_hidden_in_a_sum(path: Path) -> None:
+    """A call is summed only under the version that it was stamped with."""
+    with StalenessCallback(trace=path) as staleness:
+        wrong = Call(call="a", engine="engine", version=7, tokens=10, after=0, until=0)
+        staleness.on_publish("g", calls=[wrong])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert numbers.violations == 1
+
+
+def test_a_final_mask_of_an_unknown_call_is_a_violation(path: Path) -> None:
+    """A misspelt name trains the call whole, and that is said."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_publish("g", calls=[call("a", 10, 0, 0)], trained={"A": [(0, 2)]})
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.tokens, numbers.violations) == (10, 1)
+
+
+def test_a_group_that_captured_nothing_is_said(path: Path) -> None:
+    """Requests that another task submitted are not in the group: the likeliest mistake."""
+    with StalenessCallback(trace=path) as staleness:
+        with staleness.group() as group:
+            pass
+        staleness.on_publish(group)
+        assert any("no call of a group" in what for what in staleness.missing())
+
+
+def test_two_callbacks_at_one_path_write_two_traces(path: Path) -> None:
+    """A file that somebody writes is never shared."""
+    with StalenessCallback(trace=path) as one, StalenessCallback(trace=path) as two:
+        assert one.trace != two.trace
+        one.on_step([])
+        two.on_step([])
+    for staleness in (one, two):
+        assert staleness.trace is not None
+        assert [s.violations for s in steps(staleness.trace)] == [0]
+
+
+def test_a_run_that_another_process_writes_cannot_be_gone_on_with(path: Path) -> None:
+    """The same run twice at once is refused at construction."""
+    with StalenessCallback(trace=path, run="r") as staleness:
+        staleness.on_step([])
+        with pytest.raises(OSError, match="trace"):
+            StalenessCallback(trace=path, run="r")
+
+
+def test_a_first_line_that_is_lost_is_tried_again(path: Path) -> None:
+    """No event stands before run_started, whatever the disk did."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with StalenessCallback(trace=path) as staleness:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+            assert staleness.on_step([]) is None
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            assert staleness.on_step([]) is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
+    assert [line["event"] for line in lines(path)][:2] == ["run_started", "step_trained"]
+    assert len(list(steps(path))) == 1
+
+
+def test_close_goes_through_whatever_fails_on_the_way(path: Path) -> None:
+    """Engines are let go and sinks are closed, also where the last line cannot be written."""
+    engine = FakeEngine()
+    closed: list[str] = []
+
+    class Place(RecordingSink):
+        log = RecordingSink.__call__
+
+        def close(self, *, trace: str | None, timeout: float) -> str | None:
+            closed.append("sink")
+            return None
+
+    staleness = StalenessCallback(trace=path, engines=[engine], sinks=[Place()])
+    staleness.on_step([])
+    staleness.close(status=1)  # type: ignore[arg-type]
+    assert closed == ["sink"]
+    assert ("detach", 0, None) in engine.heard
+
+
+def test_refit_hooks_after_close_tell_no_engine(path: Path) -> None:
+    """What the user does with the engine later is not ours."""
+    engine = FakeEngine(counts={})
+    staleness = StalenessCallback(trace=path, engines=[engine])
+    staleness.on_step([])
+    staleness.close()
+    heard = list(engine.heard)
+    with staleness.refit():
+        pass
+    assert engine.heard == heard
+
+
+def test_strict_raises_for_an_engine_that_does_not_answer(path: Path) -> None:
+    """strict=True holds for engines too, after all of them were told."""
+    engine = FakeEngine()
+    with StalenessCallback(trace=path, engines=[engine], timeout=0.01, strict=True) as staleness:
+        staleness.on_step([])
+        engine.answer = Future
+        with pytest.raises(TimeoutError, match="engine"):
+            staleness.on_refit_paused()
+        engine.answer = noticed
+        staleness.on_refit_done()
+
+
+def test_arguments_are_read_before_anything_is_locked(path: Path) -> None:
+    """A generator that waits for another thread's hook does not hang."""
+    with StalenessCallback(trace=path) as staleness:
+
+        def groups() -> Iterator[str]:
+            thread = threading.Thread(target=staleness.on_step, args=([],))
+            thread.start()
+            thread.join(timeout=5)
+            assert not thread.is_alive()
+            yield "nobody"
+
+        assert staleness.on_step(groups()) is not None
+
+
+def test_groups_and_batches_together_are_refused(path: Path) -> None:
+    """A step has one or the other."""
+    with StalenessCallback(trace=path) as staleness:
+        assert staleness.on_step(["a"], batches=[["a"]]) is None
+        assert staleness.missing()["times on_step failed"] == 1
+
+
+def test_selftest_asks_the_engines_that_can(path: Path) -> None:
+    """What each engine says of its evidence, by name."""
+
+    class Testing(FakeEngine):
+        async def selftest(self) -> str:
+            return "cuts"
+
+    engines = [Testing("a"), FakeEngine("b")]
+    with StalenessCallback(trace=path, engines=engines) as staleness:
+        assert asyncio.run(staleness.selftest()) == {"a": "cuts"}
