@@ -10,8 +10,8 @@ this file reaches them.
 A call begins when ``add_request`` is entered in a task that captures (its prompt may still have to
 be tokenized), and ends when the front end has finished or aborted it. What is said of it:
 
-tokens  What the front end processed: all that its client can have received. A client that went
-        away, or stopped reading, says with a mask what it trains.
+tokens  What the front end processed: all that its client can have received. A client that stops
+        reading closes its generator before it publishes, and says with a mask what it trains.
 spans   What vLLM 0.32 and later report, as long as every label is known to have been set in a
         pause. Labels are ``str(version)``; a trainer that labels its weights itself, between the
         pause and `VllmEngine.done`, keeps its labels.
@@ -20,7 +20,8 @@ cuts    From a marker behind the last output of before the pause. When ``pause_g
         where the front end reaches the marker, perhaps after the refit, but at exactly that place.
 LoRA    A call keeps the adapter that it began with: it is in no cut, and vLLM's label, which is of
         the whole engine, is not believed. Its version is that of the refit during which
-        ``add_lora`` loaded the adapter, or what ``lora_version`` says; else it is not known.
+        ``add_lora`` loaded the adapter, or what ``lora_version`` says; else it is not known, as
+        after an adapter was loaded in place of one that runs.
 
 With several API servers each front end is an engine, with a name of its own.
 """
@@ -210,7 +211,9 @@ class VllmEngine:
         self._blocks = not inspect.iscoroutinefunction(getattr(self._front, "add_request", None))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lora_version = lora_version
-        self._adapters: dict[str, tuple[int, int]] = {}  # (refit, version) that loaded it, by name
+        self._adapters: dict[
+            int, tuple[int, int | None]
+        ] = {}  # (refit, version) that loaded it, by id
 
         self._started = False
         self._version = 0
@@ -225,6 +228,8 @@ class VllmEngine:
         self._running: dict[str, _Running] = {}
         self._by_request: dict[str, _Running] = {}
 
+        self._marker_reached = False
+        self._num_pausing = 0  # calls of pause_generation that have not returned
         self._complaints: set[str] = set()
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         self._missing = self._attach()
@@ -251,15 +256,24 @@ class VllmEngine:
         that the engine did not know when it aborted, or waited for, its requests.
         """
         self._refit, self._version_ahead, self._open = refit, version, True
+        self._marker_reached = False
         self._labels.of_trainer, self._labels.believed = None, False
         pending = _PendingCut(deliver)
         return self._submit(partial(self._take_cut, refit, pending), partial(pending.finish, None))
 
     def done(self, refit: int, *, version: int) -> Future[None]:
         """The weights are in: label them, before generation resumes."""
+        missed, self._refit = refit != self._refit, refit
         self._version, self._open = version, False
         self._labels.believed = False
-        return self._submit(partial(self._label, refit, self._labels.of_trainer or str(version)))
+        label = self._labels.of_trainer or str(version)
+
+        def work() -> None:
+            if missed:
+                self._forget_numbers()
+            self._label(refit, label)
+
+        return self._submit(work)
 
     def aborted(self, refit: int) -> Future[None]:
         """The refit failed: weights and label are those from before."""
@@ -278,6 +292,7 @@ class VllmEngine:
             else:
                 setattr(owner, attribute, before)
         self._wrapped.clear()
+        self._llm = self._front = self._core = self._processor = None  # nothing keeps it alive
 
     async def selftest(self, *, timeout: float = 30.0) -> Evidence:
         """Run a live call of a few tokens through the capture, and say what it showed.
@@ -344,7 +359,7 @@ class VllmEngine:
     def _begin(self, *args: Any, **kwargs: Any) -> list[_Running]:
         """A request is being submitted: make its calls, none if nothing captures them."""
         capture = capturing()
-        if capture is None:
+        if capture is None or not self._wrapped:  # it was detached
             return []
         if not self._blocks and self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -377,7 +392,7 @@ class VllmEngine:
         if self._lora_version is not None:
             version = self._lora_version(adapter)
             return None if version is None else int(version)
-        return self._adapters.get(adapter.lora_name, (0, None))[1]
+        return self._adapters.get(adapter.lora_int_id, (0, None))[1]
 
     def _link(self, _: object, request: Any, *__: Any, **___: Any) -> None:
         """The front end knows a request of this task now (or more input of one that streams)."""
@@ -410,6 +425,8 @@ class VllmEngine:
             self._by_request.pop(running.state.request_id, None)
         tokens = call.tokens = running.count()
         call.until = None if call.after is None else self._refit
+        if self._open and self._marker_reached:
+            running.labelled = False  # generation went on before the new version was told
         if call.spans is None:
             call.spans = self._guarded(self._labels.spans, running, tokens)
         else:
@@ -426,8 +443,14 @@ class VllmEngine:
             pending.finish(None if self._running or self._missing else Cut(calls={}))
             return
 
+        complete = not self._num_pausing
+
+        def reached() -> None:
+            self._marker_reached = True
+            pending.counted(self._count(refit, kv, exact=complete))
+
         def put() -> None:
-            if not self._put_marker(lambda: pending.counted(self._count(refit, kv, exact=True))):
+            if not self._put_marker(reached):
                 pending.counted(self._count(refit, kv, exact=False))
 
         def answered(answer: object) -> None:
@@ -476,11 +499,33 @@ class VllmEngine:
         spent = time.perf_counter() - begin
         return Cut(calls=counts, exact=exact, kv=kv, snapshot_seconds=spent)
 
+    def _forget_numbers(self) -> None:
+        """A pause was not announced here: what runs may have been stamped before it or after."""
+        for running in self._running.values():
+            running.labelled = False
+            if running.adapter is None:
+                running.call.after = None
+
     def _note_pause(
         self, _: object, *, mode: str = "abort", clear_cache: bool = True, **__: Any
     ) -> None:
-        """Generation is being paused: note what becomes of the KV cache of running calls."""
+        """Generation was paused: note what becomes of the KV cache of running calls."""
         self._kv = None if mode != "keep" else "recomputed" if clear_cache else "kept"
+
+    def _pausing(self, original: Any) -> Any:
+        """Know whether a pause is complete: until then outputs of before may still be made."""
+
+        @wraps(original)
+        async def pause_generation(*args: Any, **kwargs: Any) -> Any:
+            self._num_pausing += 1
+            try:
+                result = await original(*args, **kwargs)
+            finally:
+                self._num_pausing -= 1
+            self._guarded(self._note_pause, result, *args, **kwargs)
+            return result
+
+        return pause_generation
 
     # Labels, on the engine's own thread.
 
@@ -517,6 +562,7 @@ class VllmEngine:
 
         def settled(answer: object) -> None:
             if in_pause and answer is not True:
+                self._complain("it was not paused when a refit was done: spans are not used")
                 self._doubt_labels()
             if self._refit == refit and not self._open:
                 labels.believed = not labels.failed
@@ -530,19 +576,37 @@ class VllmEngine:
         for running in self._running.values():
             running.labelled = False
 
-    def _note_label(self, _: object, label: str) -> None:
+    def _note_label(self, _: object, *args: Any, **kwargs: Any) -> None:
         """The trainer labels the weights; that label stays if it comes within a refit."""
+        (label,) = (*args, *kwargs.values())
         if self._open:
             self._labels.of_trainer = label
         else:
             self._labels.learn(label, None)
             self._labels.current = label
-            self._complain(f"label {label!r} was set outside of a refit: spans do not use it")
+            self._complain("a label was set outside of a refit: spans do not use it")
 
-    def _note_adapter(self, _: object, adapter: Any) -> None:
-        """An adapter is being loaded; within a refit that says its version."""
-        if self._open:
-            _remember(self._adapters, adapter.lora_name, (self._refit, self._version_ahead))
+    def _note_adapter(self, _: object, *args: Any, **kwargs: Any) -> None:
+        """An adapter was loaded; within a refit that says its version.
+
+        An id that is loaded already is left as it is by vLLM, unless it is to be loaded in place:
+        then what runs with it moves on as well, nobody knows where.
+        """
+        (adapter,) = (*args, *kwargs.values())
+        number = adapter.lora_int_id
+        if number in self._adapters and not getattr(adapter, "load_inplace", False):
+            return
+        self._adapters.pop(number, None)
+        for running in self._running.values():
+            if running.adapter is not None and running.adapter.lora_int_id == number:
+                running.call.spans = ((0, LARGEST, 0, LARGEST),)
+        loaded = (self._refit, self._version_ahead) if self._open else (self._refit, None)
+        _remember(self._adapters, number, loaded)
+
+    def _note_removed(self, _: object, *args: Any, **kwargs: Any) -> None:
+        """An adapter was unloaded: its id may come again with other weights."""
+        (number,) = (*args, *kwargs.values())
+        self._adapters.pop(number, None)
 
     # The running vLLM.
 
@@ -564,9 +628,12 @@ class VllmEngine:
         self._watch(processor, "add_request", self._link)
         self._watch(processor, "_finish_request", self._note_finished)
         self._watch(processor, "abort_requests", self._note_aborted)
-        self._watch(front, "pause_generation", self._note_pause)
+        if hasattr(front, "pause_generation"):
+            self._wrap(front, "pause_generation", self._pausing(front.pause_generation))
         self._watch(front, "add_lora", self._note_adapter)
+        self._watch(front, "remove_lora", self._note_removed)
         self._watch(front, "update_weight_version", self._note_label)
+        self._watch(front, "set_weight_version", self._note_label)
         return []
 
     def _wrap(self, owner: Any, attribute: str, ours: Any) -> None:
@@ -574,7 +641,7 @@ class VllmEngine:
         setattr(owner, attribute, ours)
 
     def _watch(self, owner: Any, attribute: str, note: Callable[..., None]) -> None:
-        """Call ``note`` with what a method returned (a coroutine, perhaps) and was called with."""
+        """Call ``note`` with what a method returned and was called with, where it succeeded."""
         original = getattr(owner, attribute, None)
         if original is None:
             return
@@ -585,7 +652,14 @@ class VllmEngine:
             self._guarded(note, result, *args, **kwargs)
             return result
 
-        self._wrap(owner, attribute, watched)
+        @wraps(original)
+        async def watched_coroutine(*args: Any, **kwargs: Any) -> Any:
+            result = await original(*args, **kwargs)
+            self._guarded(note, result, *args, **kwargs)
+            return result
+
+        waits = inspect.iscoroutinefunction(original)
+        self._wrap(owner, attribute, watched_coroutine if waits else watched)
 
     def _capturing(self, original: Any) -> Any:
         """Make of ``add_request`` one that makes the calls of what it submits."""
@@ -706,7 +780,7 @@ def _own(owner: Any, attribute: str) -> Any:
     return owner.__dict__.get(attribute)
 
 
-def _remember(names: dict[str, Any], name: str, value: object) -> None:
+def _remember(names: dict[Any, Any], name: object, value: object) -> None:
     """Keep the newest names."""
     names.pop(name, None)
     names[name] = value

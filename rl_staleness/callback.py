@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -154,6 +155,8 @@ class StalenessCallback:
         except TraceError as error:
             self._recorder.close()
             raise ValueError(f"run, about: cannot stand in a trace: {error}") from error
+        self._version, self._step = self._start.version, self._start.step
+        self._step_lock = threading.RLock()  # sinks hear of steps in their order
         self._started = self._closed = False
         self._names = itertools.count(1)
         self._pauses = Pauses(
@@ -168,13 +171,13 @@ class StalenessCallback:
 
     @property
     def version(self) -> int:
-        """Policy updates so far."""
-        return self._recorder.ledger.version if self._started else self._start.version
+        """Policy updates so far, counted whether or not their step could be written."""
+        return self._version
 
     @property
     def step(self) -> int:
         """Number of the next step."""
-        return self._recorder.ledger.step if self._started else self._start.step
+        return self._step
 
     @property
     def trace(self) -> str | None:
@@ -188,13 +191,13 @@ class StalenessCallback:
 
     def age(self, group: Group | str) -> StepStaleness:
         """How old a waiting group is: what a step that trained it alone now would report."""
-        self._ensure_started()
+        self._ensure_started(closed_too=True)
         with self._recorder.lock:
             return self._recorder.ledger.age([_name(group)])
 
     def spans(self, call: LiveCall | Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far."""
-        self._ensure_started()
+        self._ensure_started(closed_too=True)
         with self._recorder.lock:
             record = written(call, masks={}, policy_version=self.version)
             return self._recorder.ledger.spans(record)
@@ -255,7 +258,8 @@ class StalenessCallback:
             with self._recorder.lock:
                 content = self._content(group, calls, trained, sum_up=not restored)
                 if not (content.calls or content.tokens or unknown):
-                    self._guard.note(f"on_publish got no call of a group ({_name(group)!r} first)")
+                    empty = ValueError(f"group {_name(group)!r} has no call and no token")
+                    self._guard.note("on_publish finding a call in its group", empty)
                 self._record(
                     GroupPublished(
                         time=self._clock(),
@@ -316,15 +320,18 @@ class StalenessCallback:
         Returns:
             The step's numbers; None if its line was lost or refused.
         """
-        with self._guard("on_step"):
-            self._ensure_started()
-            event = StepTrained(
+        told: StepTrained | Exception
+        made = updates if type(updates) is int and updates >= 0 else 1
+        try:  # read what may be a generator before anything is locked
+            split = None if batches is None else tuple(_names(batch) for batch in batches)
+            made = made if split is None else len(split)
+            told = StepTrained(
                 time=self._clock(),
                 step=0,
                 version=0,
-                groups=None if groups is None and batches is not None else _names(groups),
+                groups=None if groups is None and split is not None else _names(groups),
                 updates=updates,
-                batches=None if batches is None else tuple(_names(b) for b in batches),
+                batches=split,
                 trained={
                     group: {call: mask_of(mask) for call, mask in masks.items()}
                     for group, masks in (trained or {}).items()
@@ -332,14 +339,10 @@ class StalenessCallback:
                 or None,
                 kept=_names(kept) or None,
             )
-            with self._recorder.lock:
-                numbers = self._record(
-                    msgspec.structs.replace(
-                        event,
-                        step=self.step if step is None else step,
-                        version=self.version if version is None else version,
-                    )
-                )
+        except Exception as error:  # noqa: BLE001  # raised below, where the step is counted
+            told = error
+        with self._step_lock, self._guard("on_step"):
+            numbers = self._count_step(told, step, version, made)
             if numbers is not None:
                 self._notify(numbers)
             return numbers
@@ -385,8 +388,11 @@ class StalenessCallback:
         """The weights are in; fires before generation resumes."""
         with self._guard("on_refit_done"):
             self._ensure_started()
-            self._guard.wait(self._pauses.moved(engines, version=version))
-            self._pauses.done(engines, version=version, policy=self.version)
+            names = _engine_names(engines)
+            try:
+                self._guard.wait(self._pauses.moved(names, version=version))
+            finally:
+                self._pauses.done(names, version=version, policy=self.version)
 
     async def aon_refit_done(
         self, *, version: int | None = None, engines: Iterable[str] | None = None
@@ -394,20 +400,23 @@ class StalenessCallback:
         """Like `on_refit_done`, without blocking the loop."""
         with self._guard("on_refit_done"):
             self._ensure_started()
-            await self._guard.wait_async(self._pauses.moved(engines, version=version))
-            self._pauses.done(engines, version=version, policy=self.version)
+            names = _engine_names(engines)
+            try:
+                await self._guard.wait_async(self._pauses.moved(names, version=version))
+            finally:  # also where it is cancelled: the weights are in
+                self._pauses.done(names, version=version, policy=self.version)
 
     def on_refit_aborted(self, *, reason: str, engines: Iterable[str] | None = None) -> None:
         """The refit failed, the engines keep their weights; fires before generation resumes."""
         with self._guard("on_refit_aborted"):
             self._ensure_started()
-            self._guard.wait(self._pauses.abort(engines, reason=reason))
+            self._guard.wait(self._pauses.abort(_engine_names(engines), reason=reason))
 
     async def aon_refit_aborted(self, *, reason: str, engines: Iterable[str] | None = None) -> None:
         """Like `on_refit_aborted`, without blocking the loop."""
         with self._guard("on_refit_aborted"):
             self._ensure_started()
-            await self._guard.wait_async(self._pauses.abort(engines, reason=reason))
+            await self._guard.wait_async(self._pauses.abort(_engine_names(engines), reason=reason))
 
     def refit(
         self,
@@ -465,9 +474,9 @@ class StalenessCallback:
 
     # What they share.
 
-    def _ensure_started(self) -> None:
+    def _ensure_started(self, *, closed_too: bool = False) -> None:
         """Write ``run_started`` at the first hook, so that engines can be attached until then."""
-        if self._closed:
+        if self._closed and not closed_too:
             raise RuntimeError("it was called after close() and did nothing")
         if not self._started:
             self._start_run()
@@ -478,17 +487,39 @@ class StalenessCallback:
                 return
             version = self._start.version
             engines = dict.fromkeys(self._pauses.engines, version)
-            self._recorder.record(msgspec.structs.replace(self._start, engines=engines))
+            start = msgspec.structs.replace(
+                self._start, engines=engines, version=self._version, step=self._step
+            )
+            self._recorder.record(start)
             run = self._recorder.ledger.run
             if run is None or run.incarnation != self._start.incarnation:
                 raise OSError(f"trace: {self.trace}: its first line could not be written")
+            told = self._pauses.start(version)
             self._started = True
-        self._guard.watch(self._pauses.start(version))
+        self._guard.watch(told)
 
     def _record(self, event: Event) -> StepStaleness | None:
         if self._closed or not self._started:
             raise RuntimeError(f"{type(event).__name__} outside of the run: not in the trace")
         return self._recorder.record(event)
+
+    def _count_step(
+        self, told: StepTrained | Exception, step: int | None, version: int | None, made: int
+    ) -> StepStaleness | None:
+        """Write a step, and count it whatever comes of its line: the trainer has made it."""
+        number = self._step if step is None else step
+        updated = self._version if version is None else version
+        try:
+            self._ensure_started()
+            if isinstance(told, Exception):
+                raise told
+            return self._record(msgspec.structs.replace(told, step=number, version=updated))
+        except Exception:
+            self._recorder.skip_step()
+            raise
+        finally:
+            self._step = (number if _is_count(number) else self._step) + 1
+            self._version = (updated if _is_count(updated) else self._version) + made
 
     def _paused(
         self,
@@ -502,7 +533,7 @@ class StalenessCallback:
         if kv not in (None, "kept", "recomputed") or not isinstance(mode, str):
             raise ValueError(f"mode, kv: {mode!r}, {kv!r}; kv is 'kept', 'recomputed' or None")
         return self._pauses.begin(
-            engines,
+            _engine_names(engines),
             version=self.version if version is None else version,
             mode=mode,
             kv=kv,
@@ -518,7 +549,8 @@ class StalenessCallback:
         sum_up: bool = True,
     ) -> Content:
         """What to write of a group; the caller holds the lock."""
-        members = [*(calls or ()), *(group.calls if isinstance(group, Group) else ())]
+        own = group.calls if isinstance(group, Group) else ()
+        members = list({id(call): call for call in (*(calls or ()), *own)}.values())
         running = [c.call for c in members if isinstance(c, LiveCall) and not c.ended]
         if running:
             detail = f"group {_name(group)!r}: {len(running)} calls were still running"
@@ -561,8 +593,8 @@ class Refit:
 
     def __init__(self, callback: StalenessCallback, **pause: Any) -> None:
         self._callback = callback
-        self._pause = pause
-        self._engines = pause["engines"]
+        self._engines = _engine_names(pause["engines"])
+        self._pause = {**pause, "engines": self._engines}
 
     def __enter__(self) -> None:
         self._callback.on_refit_paused(**self._pause)
@@ -579,7 +611,12 @@ class Refit:
             self._callback.on_refit_aborted(reason=kind.__name__, engines=self._engines)
 
     async def __aenter__(self) -> None:
-        await self._callback.aon_refit_paused(**self._pause)
+        try:
+            await self._callback.aon_refit_paused(**self._pause)
+        except BaseException as error:  # cancelled, or strict: the block will not run
+            reason = type(error).__name__
+            await self._callback.aon_refit_aborted(reason=reason, engines=self._engines)
+            raise
 
     async def __aexit__(
         self,
@@ -593,6 +630,10 @@ class Refit:
             await self._callback.aon_refit_aborted(reason=kind.__name__, engines=self._engines)
 
 
+def _is_count(number: object) -> bool:
+    return type(number) is int and number >= 0
+
+
 def _title(sink: Sink | StepObserver) -> str:
     return f"sink {getattr(sink, '__qualname__', type(sink).__qualname__)}"
 
@@ -601,5 +642,13 @@ def _name(group: Group | str) -> str:
     return group.name if isinstance(group, Group) else group
 
 
+def _engine_names(engines: Iterable[str] | None) -> list[str] | None:
+    if engines is None or isinstance(engines, str):
+        return engines if engines is None else [engines]
+    return list(engines)
+
+
 def _names(groups: Iterable[Group | str] | None) -> tuple[str, ...]:
+    if isinstance(groups, (str, Group)):
+        groups = (groups,)
     return tuple(_name(group) for group in groups or ())

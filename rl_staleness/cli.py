@@ -12,7 +12,6 @@ from typing import NoReturn
 
 import msgspec
 
-from rl_staleness.events import TraceError
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import steps
 
@@ -54,10 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser.parse_args(argv)
         _print_steps(arguments.trace, as_json=arguments.json)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before we began
+            sys.stdout.flush()
     except _Usage as error:
         return _fail(f"{parser.prog}: {error}")
-    except TraceError as error:
+    except KeyboardInterrupt:
+        return 130
+    except ValueError as error:  # a TraceError, or a name that no file can have
         return _fail(str(error))
     except BrokenPipeError:
         sys.stdout = None  # nobody reads on; leave without a word

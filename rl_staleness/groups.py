@@ -84,6 +84,8 @@ class StepTokens:
             if counts is not None:
                 refit, place = next(iter(counts.items()))
             whole = plain and call.spans is None and call.trained is None
+            if refit is not None and call.until is not None and refit > call.until:
+                whole = False  # cannot be: named below
             if whole and (counts is None or len(counts) == 1):
                 key = (engine, call.version, call.after, call.until, refit)
                 pairs = alike[key] if key in alike else self._probe(key, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -48,7 +49,7 @@ class Guard:
         self.strict = strict
         self.silent: set[str] = set()
         """Engines that did not answer in time, and have not answered since."""
-        self._timeout = timeout
+        self._timeout = min(timeout, threading.TIMEOUT_MAX)
 
     def __call__(self, what: str) -> _Guarded:
         """Let nothing out of the block, unless `strict`."""

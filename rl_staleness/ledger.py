@@ -186,6 +186,10 @@ class Ledger:
         self._dropped_tokens += num_trained(event if waiting is None else waiting)
         if waiting is not None:
             self._release(event.group)
+        for call in event.calls if waiting is None else ():
+            refits = self._refits(call.engine)
+            refits.hold(call.call)
+            refits.release(call.call)
 
     def _step_trained(self, event: StepTrained) -> StepStaleness:
         if event.version != self.version:

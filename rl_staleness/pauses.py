@@ -84,6 +84,7 @@ class Pauses:
         self._guard = guard
         self._clock = clock
         self._last_refit = last_refit
+        self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
         self._paused: dict[str, _Pause] = {}
         self._started: dict[str, int] = {}
@@ -126,7 +127,8 @@ class Pauses:
                 self._doubt(name, left_open)
                 detail = f"refit {left_open.refit} of {name!r} was neither done nor aborted"
                 self._violation("refit_left_open", detail)
-            refit = self._numbers[name] = self._number(name) + 1
+            with self._lock:
+                refit = self._numbers[name] = self._number(name) + 1
             pause = self._paused[name] = _Pause(refit, version, mode, kv, time.monotonic())
             engine = self.engines.get(name)
             if engine is not None:
@@ -169,7 +171,10 @@ class Pauses:
             pause = self._paused.pop(name, None)
             if pause is None:
                 self._violation("refit_done_without_pause", f"engine {name!r} was not paused")
-                refit = self._numbers[name] = self._number(name) + 1
+                with self._lock:
+                    refit = self._numbers[name] = self._number(name) + 1
+                if name in self.engines:
+                    self._miss(name, refit)
                 to, seconds = policy if version is None else version, None
             else:
                 self._doubt(name, pause)
@@ -223,10 +228,15 @@ class Pauses:
         if _succeeded(pause.noticed):
             self._last_noticed[name] = pause.refit
         else:
-            before = self._last_noticed.get(name, self._started.get(name, 0))
-            self._stuck.setdefault(name, set()).add(before)
+            self._miss(name, pause.refit)
         if pause.labelled is not None and not _succeeded(pause.labelled):
             self._unlabelled.setdefault(name, set()).add(pause.refit)
+
+    def _miss(self, name: str, refit: int) -> None:
+        """An attached engine does not know of this refit: it goes on as if there was none."""
+        before = self._last_noticed.get(name, self._started.get(name, 0))
+        self._stuck.setdefault(name, set()).add(before)
+        self._unlabelled.setdefault(name, set()).add(refit)
 
     def _deliver(self, name: str, pause: _Pause, cut: Cut | None) -> None:
         """Write down what an engine counted, the first time that it says so."""
@@ -270,7 +280,10 @@ class Pauses:
 def _told(engine: str, what: str, tell: Callable[[], Future[None]]) -> Answer:
     """Tell one engine; what it raises is its answer, so that the others are told too."""
     try:
-        return Answer(engine, what, tell())
+        noticed = tell()
+        if not isinstance(noticed, Future):
+            raise TypeError(f"engine {engine!r} answered {noticed!r} instead of a future")
+        return Answer(engine, what, noticed)
     except Exception as error:  # noqa: BLE001  # handed on as the answer, and looked at
         failed: Future[None] = Future()
         failed.set_exception(error)

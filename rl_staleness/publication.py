@@ -49,6 +49,9 @@ def content_of(
         sum_up: False if masks may still change, or the calls are from before a resume.
         policy_version: nothing that was generated so far can be newer.
     """
+    calls = tuple(calls)
+    if len({call.call for call in calls}) < len(calls):
+        sum_up = False  # a name that stands twice is a violation, not to be hidden in a sum
     tokens: dict[int, int] = {}
     listed: list[Call] = []
     versions: dict[tuple[str, int, int], int | None] = {}

@@ -88,6 +88,12 @@ class Recorder:
                 raise
             return self._step
 
+    def skip_step(self) -> None:
+        """A step cannot be written as it was told: its numbers are missing from here on."""
+        with self.lock:
+            if self._writer is not None:
+                self._writer.skip()
+
     def close(self) -> None:
         """Close the trace; a second time does nothing."""
         with self.lock:

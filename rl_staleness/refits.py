@@ -74,6 +74,7 @@ class Refits:
     """Listed calls that were forgotten before anybody published them."""
     _refits: dict[int, Refit] = field(default_factory=dict[int, Refit])
     _order: list[int] = field(default_factory=list[int])
+    _pack_above: int = 128
     listed: dict[str, Counts] = field(default_factory=dict[str, Counts])
     """Counts of each call that a cut lists, those that were listed last at the end."""
     _holders: dict[str, int] = field(default_factory=dict[str, int])  # waiting groups by call
@@ -317,8 +318,9 @@ class Refits:
             if max(self.aside[call]) + self.orphan_after > self.last:
                 break
             del self.aside[call], self._gone[call]
-        if len(self._order) > 4 * self.orphan_after + 64:
+        if len(self._order) > self._pack_above:
             self._pack()
+            self._pack_above = max(4 * self.orphan_after + 64, 2 * len(self._order))
 
     def _pack(self) -> None:
         """Join settled refits that went the same way, so that a long history takes no room."""

@@ -6,7 +6,7 @@ the set. Nothing here walks over single tokens, and nothing here decides what th
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from rl_staleness.events import LARGEST, Call
 from rl_staleness.ranges import Segment, covered_by, move, overlapping, widen
@@ -30,6 +30,12 @@ def spans_of(
     """
     counts = refits.counts(call.call)
     segments, found = ruled_spans(call, counts, refits, now=now)
+    until = LARGEST if call.until is None else call.until
+    if counts and max(counts) > until:
+        detail = f"until refit {until}, but the cut of refit {max(counts)} lists it"
+        found.append(("until_contradicts_cut", detail))
+    if call.after is not None and call.after > until:
+        found.append(("after_beyond_until", f"after refit {call.after}, until refit {until}"))
     if call.spans:
         _compare(call, counts, refits, segments, found)
     if lost:
@@ -69,7 +75,7 @@ def _as_the_engine_says(
 ) -> tuple[list[Segment], list[Finding]]:
     if not call.spans:
         return segments, found
-    twice = overlapping(call.spans)
+    twice = overlapping((s[0], min(s[1], call.tokens), *s[2:]) for s in call.spans)
     if twice is not None:
         found.append(("spans_overlap", f"{list(twice[0])} and {list(twice[1])}"))
     return covered_by(call.spans, segments), found
@@ -143,15 +149,17 @@ def _follow(
 ) -> list[Segment]:
     """Move the call's tokens on at each refit above the first and up to the last of ``reach``."""
     exact = [(number, counts[number]) for number in sorted(counts) if refits.exact(number)]
-    floor = 0
+    ceilings = list(accumulate((count for _, count in reversed(exact)), min))[::-1]
+    floor = passed = 0
     for refit in refits.between(*reach):
         place = _place(refit, call, counts, found)
         if place is None:
             if refit.complete and refit.last >= max(counts, default=0):
                 break  # it had ended
             continue
-        later = [count for number, count in exact if number > refit.last]
-        stop = min(place[1], call.tokens, *later)
+        while passed < len(exact) and exact[passed][0] <= refit.last:
+            passed += 1
+        stop = min(place[1], call.tokens, *ceilings[passed : passed + 1])
         first = floor = min(max(place[0], floor), stop)
         oldest, newest = refit.version, refit.newest
         if oldest is None or newest is None:  # lost with its lines: anything up to now

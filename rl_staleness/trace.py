@@ -9,11 +9,13 @@ in the middle; how many were lost is said by a ``gap`` line as soon as writing w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import io
 import logging
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,8 +30,11 @@ from rl_staleness.staleness import StepStaleness
 
 __all__ = ["TraceWriter", "numbered_events", "read", "steps"]
 
-LONGEST_LINE = 1 << 28
+LONGEST_LINE = 1 << 26
 """Bytes; a longer line is an error, so that rubbish cannot fill the memory."""
+
+_FIRST = b'{"event":"run_started"'
+"""What a trace begins with, also one whose first line is torn."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +114,8 @@ class TraceWriter:
         """Bytes of a torn last line that were cut off."""
         self.continued = self.path.stat().st_size > 0
         """The file holds a trace of this run already."""
+        here = weakref.WeakMethod(self.close)
+        os.register_at_fork(after_in_child=lambda: (here() or (lambda: None))())
 
     def append(self, event: Event, *, applied: Callable[[Event], None] | None = None) -> bool:
         """Write one line; ``applied`` gets what a reader will see of it, and of a gap before it.
@@ -136,8 +143,12 @@ class TraceWriter:
                 applied(event)
         return True
 
+    def skip(self) -> None:
+        """Something happened that cannot be written: the next line has a gap before it."""
+        self._unsaid += 1
+
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; a second time does nothing. A forked child never writes to it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -184,6 +195,8 @@ def _free(path: Path, run: str) -> tuple[Path, int]:
     """Open the first of path, path-2, ... that nobody writes and that is new or of this run."""
     number, free = 1, path
     while True:
+        if free.exists() and not free.is_file():
+            raise OSError(errno.EINVAL, "trace: not a regular file", str(free))
         file = os.open(free, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         alone = _lock(file)
         try:
@@ -217,8 +230,10 @@ def _runs(path: Path) -> Iterator[str]:
             if isinstance(event, RunStarted):
                 yield event.run
     except TraceError as error:
-        if "holds no trace" not in str(error):
-            raise
+        with open(path, "rb") as file:
+            start = file.read(len(_FIRST))
+        if "holds no trace" not in str(error) or not _FIRST.startswith(start):
+            raise TraceError(f"trace: {error}") from error
 
 
 def _mend(path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import resource
 import signal
 import threading
@@ -336,12 +337,117 @@ def test_a_wrong_type_is_refused_logged_and_counted(
         staleness.on_step([], version=-1)
         assert staleness.missing()["events had a value of a wrong type and were refused"] == 3
         staleness.on_step([])
-    assert [s.step for s in steps(path)] == [1]
+    assert [s.step for s in steps(path)] == [2]  # the trainer did make the first one
     assert [line["event"] for line in lines(path)] == [
         "run_started",
+        "gap",
         "step_trained",
         "run_finished",
     ]
+
+
+def test_a_step_that_cannot_be_written_still_counts(path: Path) -> None:
+    """The policy was updated, whatever came of the line: what is trained next is that old."""
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_publish("a", calls=[call("a", 10, 0, 0)])
+        assert staleness.on_step([], updates="1") is None  # type: ignore[arg-type]
+        numbers = staleness.on_step(["a"])
+    assert numbers is not None
+    assert (numbers.batch_age, numbers.violations) == (1.0, 0)
+
+
+def test_engines_may_be_named_by_an_iterator(path: Path) -> None:
+    """Names are read once, and count for the pause and for the end of the refit."""
+    engines = [FakeEngine("a", counts={}), FakeEngine("b", counts={})]
+    with (
+        StalenessCallback(trace=path, engines=engines) as staleness,
+        staleness.refit(version=0, engines=iter(["a", "b"])),
+    ):
+        pass
+    done = [line["engine"] for line in lines(path) if line["event"] == "refit_done"]
+    assert done == ["a", "b"]
+
+
+def test_an_engine_that_answers_nothing_hides_no_other(path: Path) -> None:
+    """A method that returns no future fails for its own engine only, at any limit in time."""
+    odd, sound = FakeEngine("odd"), FakeEngine("sound", counts={})
+    odd.answer = lambda: None  # type: ignore[assignment, return-value]
+    with (
+        StalenessCallback(trace=path, engines=[odd, sound], timeout=1e12) as staleness,
+        staleness.refit(version=0),
+    ):
+        pass
+    done = [line["engine"] for line in lines(path) if line["event"] == "refit_done"]
+    assert done == ["odd", "sound"]
+
+
+def test_a_refit_that_is_cancelled_at_its_end_is_done(path: Path) -> None:
+    """The weights are in, whether or not anybody waits for the engine to hear of it."""
+
+    async def body(staleness: StalenessCallback, engine: FakeEngine) -> None:
+        async with staleness.refit(version=0):
+            engine.answer = Future
+
+    async def main() -> None:
+        engine = FakeEngine(counts={})
+        with StalenessCallback(trace=path, engines=[engine]) as staleness:
+            task = asyncio.create_task(body(staleness, engine))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert [line["event"] for line in lines(path)][1:] == [
+        "refit_cut",
+        "refit_done",
+        "run_finished",
+    ]
+
+
+def test_a_call_that_stands_twice_in_a_group(path: Path) -> None:
+    """The same record twice is one call; two of one name are a violation, never a larger sum."""
+    record = call("a", 10, 0, 0)
+    with StalenessCallback(trace=path) as staleness:
+        staleness.on_publish("g", calls=[record, record])
+        staleness.on_publish("h", calls=[call("b", 10, 0, 0), call("b", 10, 0, 0)])
+        once, twice = staleness.on_step(["g"]), staleness.on_step(["h"])
+    assert once is not None and twice is not None
+    assert (once.tokens, once.violations) == (10, 1)  # found when h was published
+    assert twice.violations == 0
+
+
+def test_a_refit_whose_pause_nobody_announced_is_anywhere(path: Path) -> None:
+    """An attached engine that did not hear of a refit has calls of unknown version after it."""
+    with StalenessCallback(trace=path, engines=[FakeEngine()]) as staleness:
+        staleness.on_step([])
+        staleness.on_refit_done()
+        staleness.on_publish("g", calls=[call("a", 10, 0, 0)])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0.0, 0.0, 1.0)
+
+
+def test_a_forked_child_neither_writes_nor_keeps_the_trace_busy(path: Path) -> None:
+    """A data loader that outlives its trainer does not keep the run from going on."""
+    staleness = StalenessCallback(trace=path, run="r")
+    staleness.on_step([])
+    reads, writes = os.pipe()
+    heard, says = os.pipe()
+    child = os.fork()
+    if not child:
+        staleness.on_step([])
+        os.write(says, b"x")
+        os.read(reads, 1)
+        os._exit(0)
+    try:
+        os.read(heard, 1)
+        staleness.close()
+        with StalenessCallback(trace=path, run="r") as again:
+            assert again.step == 2
+    finally:
+        os.write(writes, b"x")
+        os.waitpid(child, 0)
+    assert [s.step for s in steps(path)] == [1]
 
 
 def test_hooks_in_a_wrong_order_are_violations(path: Path) -> None:
@@ -628,7 +734,7 @@ def test_a_group_that_captured_nothing_is_said(path: Path) -> None:
         with staleness.group() as group:
             pass
         staleness.on_publish(group)
-        assert any("no call of a group" in what for what in staleness.missing())
+        assert any("finding a call in its group" in what for what in staleness.missing())
 
 
 def test_two_callbacks_at_one_path_write_two_traces(path: Path) -> None:
