@@ -61,11 +61,12 @@ p {{ margin: 2px 0 6px; }}
 .tiles dd small {{ font-size: 12px; color: #4a5159; }}
 .chart {{ width: 100%; }}
 .columns {{ display: flex; flex-wrap: wrap; gap: 0 28px; }}
-.columns > section {{ flex: 1 1 420px; min-width: 0; }}
+.columns > * {{ flex: 1 1 400px; min-width: 0; }}
 table {{ border-collapse: collapse; margin: 6px 0; font-size: 13px; max-width: 100%; }}
 th, td {{ text-align: right; padding: 3px 12px 3px 0; border-bottom: 1px solid #e3e6ea;
   font-variant-numeric: tabular-nums; vertical-align: top; }}
-th:first-child, td:first-child, .text {{ text-align: left; overflow-wrap: anywhere; }}
+td.text, th.text {{ text-align: left; overflow-wrap: break-word; max-width: 34em;
+  min-width: 6em; }}
 th {{ font-weight: 600; }}
 .scroll {{ overflow-x: auto; }}
 dl.words dt {{ font-weight: 600; margin-top: 4px; }} dl.words dd {{ margin: 0 0 0 1em; }}
@@ -74,8 +75,9 @@ dl.words dt {{ font-weight: 600; margin-top: 4px; }} dl.words dd {{ margin: 0 0 
 _DRAW = """
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const config = { responsive: true, displaylogo: false, showLink: false, sendData: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
+  const config = { responsive: true, displaylogo: false, typesetMath: false, showTips: false,
+    showSendToCloud: false, plotlyServerURL: "", displayModeBar: "hover",
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
   const linked = [];
   let following = false;
   const follow = (from, change) => {
@@ -169,7 +171,7 @@ def layout(*, x: str, y: str, **more: Any) -> dict[str, Any]:
         "font": {"family": _FONT, "size": 12.5, "color": INK},
         "paper_bgcolor": "#fff",
         "plot_bgcolor": "#fff",
-        "margin": {"l": 66, "r": 14, "t": 26, "b": 42},
+        "margin": {"l": 62, "r": 12, "t": 28, "b": 40},
         "hoverlabel": {"align": "left", "bgcolor": "#fff", "font": {"color": INK}},
         "hovermode": "closest",
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},

@@ -32,7 +32,18 @@ from rl_staleness.ranges import within
 from rl_staleness.staleness import StepStaleness, quantile
 from rl_staleness.trace import read
 
-__all__ = ["Found", "Interval", "Refit", "Row", "RunView", "Stretch", "look_at", "stretches"]
+__all__ = [
+    "Found",
+    "Interval",
+    "Mark",
+    "Refit",
+    "Row",
+    "RunView",
+    "Stretch",
+    "look_at",
+    "marks",
+    "stretches",
+]
 
 _Key = TypeVar("_Key", str, int)
 
@@ -112,6 +123,11 @@ class RunView(msgspec.Struct, kw_only=True):
         return sum(found.times for found in self.found.values())
 
     @property
+    def updates(self) -> int:
+        """Policy updates of all steps."""
+        return sum(row.updates for row in self.rows)
+
+    @property
     def intervals(self) -> list[Interval]:
         """Before each step, and after the last."""
         return [*(row.before for row in self.rows), self.after]
@@ -153,10 +169,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that trained groups whose tokens nobody knows."""
     violations: int
     dropped: dict[str, int]
-    """Tokens by reason."""
-    refits: int
-    pause_seconds: dict[str, float]
-    """Engine-seconds by engine, as far as the trace says them."""
+    """Tokens by reason, of groups that were dropped before these steps."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Stretch:
@@ -167,10 +180,6 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
         incomplete = sum(step.coverage is None and step.tokens > 0 for step in steps)
         tokens = sum(step.tokens for step in steps)
         known = _mean([(s.coverage, s.tokens) for s in steps])
-        done = [refit for row in rows for refit in row.before.refits if refit.aborted is None]
-        pauses: dict[str, float] = {}
-        for refit in done:
-            pauses[refit.engine] = pauses.get(refit.engine, 0.0) + (refit.pause_seconds or 0.0)
         return cls(
             first=steps[0].step,
             last=steps[-1].step,
@@ -191,9 +200,39 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
             num_incomplete=incomplete,
             violations=sum(step.violations for step in steps),
             dropped=_sum(row.before.dropped for row in rows),
-            refits=len(done),
-            pause_seconds=pauses,
         )
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """The refits between two steps, or between the steps of a stretch."""
+
+    at: float
+    """Where on the axis of steps: half a step before the next one."""
+    refits: tuple[Refit, ...]
+
+    @property
+    def pause_seconds(self) -> dict[str, float]:
+        """Engine-seconds of pause by engine, of refits that were done and say so."""
+        seconds: dict[str, float] = {}
+        for refit in self.refits:
+            if refit.pause_seconds is not None:
+                seconds[refit.engine] = seconds.get(refit.engine, 0.0) + refit.pause_seconds
+        return seconds
+
+
+def marks(view: RunView, most: int) -> list[Mark]:
+    """Where engines were refitted, neighbours taken together as in `stretches`."""
+    places = [row.numbers.step - 0.5 for row in view.rows]
+    places.append(view.rows[-1].numbers.step + 0.5 if view.rows else 0.5)
+    size = max(1, -(-len(view.rows) // most))
+    parts = view.intervals
+    found = []
+    for at in range(0, len(places), size):
+        together = tuple(chain.from_iterable(part.refits for part in parts[at : at + size]))
+        if together:
+            where = places[at : at + size]
+            found.append(Mark(at=(where[0] + where[-1]) / 2, refits=together))
+    return found
 
 
 def stretches(rows: Sequence[Row], most: int) -> list[Stretch]:
