@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from rl_staleness.view import Stretch
+
 __all__ = [
     "DROPPED",
     "IN_FLIGHT",
@@ -29,6 +31,13 @@ __all__ = [
     "clean",
     "escaped",
     "label",
+    "Figure",
+    "line",
+    "middles",
+    "number",
+    "plural",
+    "share",
+    "span_of",
     "layout",
     "page",
     "plotly_js",
@@ -39,6 +48,8 @@ INK = "#1b1f24"
 IN_FLIGHT, IN_QUEUE, TRAINED, DROPPED = "#7cc0ec", "#f2b134", "#0072b2", "#d55e00"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1b1f24", "#8a8f98")
 """Colours that are told apart without red and green (Okabe and Ito)."""
+
+Figure = dict[str, Any]
 
 LONGEST_NAME = 60
 
@@ -114,9 +125,7 @@ def plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise MissingExtra(
-            "the report needs plotly: pip install 'rl-staleness[report]'"
-        ) from error
+        raise MissingExtra("the report needs plotly: pip install 'rl-staleness[report]'") from error
     return str(get_plotlyjs())
 
 
@@ -158,6 +167,51 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1
 
     body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{line(header, "th")}</tr>{body}</table></div>'
+
+
+def number(value: float | None) -> str:
+    """A number of updates."""
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def share(value: float | None) -> str:
+    """A share in percent that says 0 and 100 only where it is exactly that.
+
+    >>> share(1.0), share(0.99999), share(0.0), share(0.00001), share(0.5)
+    ('100 %', '>99.9 %', '0 %', '<0.1 %', '50.0 %')
+    """
+    if value is None:
+        return "-"
+    if value in (0, 1):
+        return f"{value:.0%}".replace("%", " %")
+    text = f"{100 * value:.1f} %"
+    return {"100.0 %": ">99.9 %", "0.0 %": "<0.1 %"}.get(text, text)
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
+def middles(parts: Sequence[Stretch]) -> list[float]:
+    return [p.first if p.first == p.last else (p.first + p.last) / 2 for p in parts]
+
+
+def span_of(part: Stretch) -> str:
+    return f"step {part.first}" if part.first == part.last else f"steps {part.first} to {part.last}"
+
+
+def line(parts: Sequence[Stretch], y: Sequence[float | None], name: str, **more: Any) -> Figure:
+    mode = "lines+markers" if len(parts) <= 40 else "lines"
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "marker": {"size": 5},
+        "x": middles(parts),
+        "y": list(y),
+        "name": name,
+        "hoverinfo": "skip",
+        **more,
+    }
 
 
 def layout(*, x: str, y: str, **more: Any) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def measure(
     )
 
 
-def quantile(ages: Counter[int], tokens: int, percent: int) -> int | None:
+def quantile(ages: Mapping[int, int], tokens: int, percent: int) -> int | None:
     """The smallest age a such that at least this share of the tokens has age <= a; exact."""
     reached = 0
     for age in sorted(ages):

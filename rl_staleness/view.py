@@ -33,6 +33,7 @@ from rl_staleness.staleness import StepStaleness, quantile
 from rl_staleness.trace import read
 
 __all__ = [
+    "MOST",
     "Found",
     "Interval",
     "Mark",
@@ -44,6 +45,9 @@ __all__ = [
     "marks",
     "stretches",
 ]
+
+MOST = 400
+"""Stretches of a picture at most: what a laptop's screen can tell apart."""
 
 _Key = TypeVar("_Key", str, int)
 
@@ -323,9 +327,7 @@ class _Collector:
     def _refit(self, event: RefitDone | RefitAborted, *, aborted: str | None) -> None:
         pause = event.pause_seconds if isinstance(event, RefitDone) else None
         self._since.refits.append(
-            Refit(
-                engine=event.engine, version=event.version, pause_seconds=pause, aborted=aborted
-            )
+            Refit(engine=event.engine, version=event.version, pause_seconds=pause, aborted=aborted)
         )
 
     def _drop(self, event: GroupDropped) -> None:

@@ -1,4 +1,4 @@
-"""Traces of made-up asynchronous runs, written through the callback's hooks as a trainer calls them.
+"""Traces of made-up asynchronous runs, written through the hooks that a trainer calls.
 
 Engines generate while the trainer updates; calls run across refits; groups wait in a queue, and
 those that waited too long are dropped. No engine is real: a call is a number of tokens still to
