@@ -23,19 +23,16 @@ from rl_staleness.page import (
     plural,
     share,
     span_of,
+    whole_ticks,
 )
 from rl_staleness.view import MOST, Mark, RunView, Stretch
 
-__all__ = ["age", "age_shares", "ages", "coverage", "refits", "tokens", "whole_ticks"]
+__all__ = ["age", "age_shares", "ages", "coverage", "refits", "tokens"]
 
 NAMED = 5
 """Engines and reasons that have a colour of their own; the others share one."""
 
 _PATTERNS = ("/", "\\", "x", ".", "-", "|")
-
-
-def whole_ticks(span: float) -> dict[str, Any]:
-    return {"tickformat": "d", **({"dtick": 1} if span <= 16 else {})}
 
 
 def age(parts: Sequence[Stretch], refits: Sequence[Mark]) -> Figure:
@@ -77,7 +74,8 @@ def age(parts: Sequence[Stretch], refits: Sequence[Mark]) -> Figure:
             hovertemplate="%{text}<extra></extra>",
         ),
     ]
-    known = [y for y in [*ages, *tops] if y is not None]
+    bounds = [p.age_lo for p in parts] + [p.age_hi for p in parts]
+    known = [y for y in [*ages, *tops, *bounds] if y is not None]
     high, low = max([1.0, *known]), min([0.0, *known])
     rug = low - 0.05 * (high - low)
     data.append(_rug(refits, rug))
@@ -263,7 +261,12 @@ def _marker(
         "name": name,
         "showlegend": bool(x),
         "cliponaxis": False,
-        "marker": {"symbol": symbol, "size": 9, "color": DROPPED, "line": {"width": 0}},
+        "marker": {
+            "symbol": symbol,
+            "size": 9 if len(x) <= 40 else 6,
+            "color": DROPPED,
+            "line": {"width": 0},
+        },
         "text": list(texts),
         "hovertemplate": "%{text}<extra></extra>",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rl_staleness.page import DROPPED, Figure, layout, line
+from rl_staleness.page import DROPPED, Figure, layout, line, whole_ticks
 from rl_staleness.view import MOST, Stretch
 
 __all__ = ["cells", "is_long", "versions"]
@@ -48,6 +48,7 @@ def is_long(parts: Sequence[Stretch]) -> bool:
 
 
 def versions(parts: Sequence[Stretch]) -> Figure:
+    """Steps by sampling version, or by age; the buttons change between the two."""
     by_version = _heat(parts, [p.tokens_by_version for p in parts], "sampled by version")
     by_age = _heat(parts, [p.tokens_by_age for p in parts], "age")
     trained = line(
@@ -59,64 +60,70 @@ def versions(parts: Sequence[Stretch]) -> Figure:
         showlegend=True,
     )
     long = is_long(parts)
-    shown = (not long, long, not long)
-    for trace, visible in zip((by_version, by_age, trained), shown, strict=True):
+    for trace, visible in zip((by_version, by_age, trained), _SHOWN[long], strict=True):
         trace["visible"] = visible
-    highest = max((c for t in (by_version, by_age) for row in t["z"] for c in row if c), default=1)
-    titles = ("sampling version", "age in policy updates")
-    views = [
-        {
-            "label": words,
-            "method": "update",
-            "args": [
-                {"visible": list(visible)},
-                {"yaxis.title.text": titles[at], "yaxis.autorange": True},
-            ],
-        }
-        for at, (words, visible) in enumerate(
-            (("by version", (True, False, True)), ("by age", (False, True, False)))
-        )
+    axes = [
+        {"title": {"text": title, "standoff": 8}, **whole_ticks(heat["y"][-1] - heat["y"][0])}
+        for title, heat in (("sampling version", by_version), ("age in policy updates", by_age))
     ]
     return {
         "data": [by_version, by_age, trained],
         "layout": layout(
             x="training step",
-            y=titles[long],
-            yaxis={"tickformat": "d"},
-            coloraxis={
-                "colorscale": _BLUES,
-                "cmin": 0,
-                "cmax": highest,
-                "colorbar": {
-                    "orientation": "h",
-                    "x": 0,
-                    "xanchor": "left",
-                    "y": 1.0,
-                    "yanchor": "bottom",
-                    "len": 0.28,
-                    "thickness": 9,
-                    "tickformat": ".0%",
-                    "ticklabelposition": "outside top",
-                    "nticks": 5,
-                },
-            },
-            updatemenus=[
-                {
-                    "type": "buttons",
-                    "direction": "right",
-                    "active": int(long),
-                    "buttons": views,
-                    "x": 1,
-                    "xanchor": "right",
-                    "y": 1.02,
-                    "yanchor": "bottom",
-                    "pad": {"t": 0, "b": 0, "r": 0},
-                    "font": {"size": 12},
-                }
-            ],
+            y="",
+            yaxis=axes[long],
+            updatemenus=[_buttons(axes, active=int(long))],
             legend={"orientation": "h", "x": 0.33, "y": 1, "yanchor": "bottom"},
         ),
     }
+
+
+_SHOWN = ((True, False, True), (False, True, False))
+"""Which of the three traces are shown by version, and which by age."""
+
+
+def _buttons(axes: Sequence[Figure], *, active: int) -> Figure:
+    views = [
+        {
+            "label": ("by version", "by age")[at],
+            "method": "update",
+            "args": [
+                {"visible": list(_SHOWN[at])},
+                {
+                    "yaxis.title.text": axis["title"]["text"],
+                    "yaxis.dtick": axis.get("dtick"),
+                    "yaxis.autorange": True,
+                },
+            ],
+        }
+        for at, axis in enumerate(axes)
+    ]
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "active": active,
+        "buttons": views,
+        "x": 1,
+        "xanchor": "right",
+        "y": 1.02,
+        "yanchor": "bottom",
+        "pad": {"t": 0, "b": 0, "r": 0},
+        "font": {"size": 12},
+    }
+
+
+_COLOUR_BAR = {
+    "orientation": "h",
+    "x": 0,
+    "xanchor": "left",
+    "y": 1.0,
+    "yanchor": "bottom",
+    "len": 0.28,
+    "thickness": 9,
+    "tickformat": ".0%",
+    "ticklabelposition": "outside top",
+    "nticks": 5,
+}
 
 
 def _heat(parts: Sequence[Stretch], counts: Sequence[Mapping[int, int]], what: str) -> Figure:
@@ -126,7 +133,10 @@ def _heat(parts: Sequence[Stretch], counts: Sequence[Mapping[int, int]], what: s
         "x": x,
         "y": y,
         "z": z,
-        "coloraxis": "coloraxis",
+        "zmin": 0,
+        "zmax": max((cell for row in z for cell in row if cell), default=1),
+        "colorscale": _BLUES,
+        "colorbar": _COLOUR_BAR,
         "hoverongaps": False,
         "hovertemplate": f"step %{{x:.0f}}<br>{what} %{{y:.0f}}<br>"
         "%{z:.1%} of the tokens<extra></extra>",

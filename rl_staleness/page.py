@@ -42,6 +42,7 @@ __all__ = [
     "page",
     "plotly_js",
     "table",
+    "whole_ticks",
 ]
 
 INK = "#1b1f24"
@@ -212,6 +213,11 @@ def line(parts: Sequence[Stretch], y: Sequence[float | None], name: str, **more:
         "hoverinfo": "skip",
         **more,
     }
+
+
+def whole_ticks(span: float) -> Figure:
+    """Ticks at whole numbers only, on an axis that is so long."""
+    return {"tickformat": "d", **({"dtick": 1} if span <= 16 else {})}
 
 
 def layout(*, x: str, y: str, **more: Any) -> dict[str, Any]:

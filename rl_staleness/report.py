@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from rl_staleness import charts, heat
-from rl_staleness.page import Figure, escaped, number, page, plural, share, table
+from rl_staleness.page import Figure, escaped, number, page, plural, share, table, whole_ticks
 from rl_staleness.view import MOST, RunView, Stretch, look_at, marks, stretches
 
 __all__ = ["draw", "report", "sentence"]
@@ -52,7 +52,7 @@ def draw(view: RunView) -> str:
             if figure["linked"]:
                 figure["layout"]["xaxis"] |= {
                     "range": span,
-                    **charts.whole_ticks(span[1] - span[0]),
+                    **whole_ticks(span[1] - span[0]),
                 }
         parts.append(_charts(view, steps))
     parts.append(_tables(view))
@@ -66,15 +66,21 @@ def sentence(view: RunView) -> str:
     if whole is None:
         return "No step has been trained yet."
     if whole.batch_age is None:
-        return f"{plural(whole.num_steps, 'step')} trained no token whose version is known."
-    first, last = _first_and_last(view)
+        trained = plural(whole.tokens, "token") if whole.tokens else "no token"
+        age = f"{plural(whole.num_steps, 'step')} trained {trained}, none of a known version"
+        age = age if whole.tokens else age.partition(",")[0]
+    else:
+        first, last = _first_and_last(view)
+        age = (
+            f"The average trained token was {number(whole.batch_age)} policy updates old "
+            f"({number(first)} at the first step, {number(last)} at the last)"
+        )
     known = f"{share(whole.known_coverage)} of the sampling versions are known exactly"
-    return (
-        f"The average trained token was {number(whole.batch_age)} policy updates old "
-        f"({number(first)} at the first step, {number(last)} at the last); {known}, "
-        f"{share(_dropped_share(view))} of all tokens were dropped, "
-        f"{plural(view.violations, 'violation').replace('0 ', 'no ', 1)}."
-    )
+    known = known if whole.known_coverage is not None else "coverage is not known"
+    dropped = f"{share(_dropped_share(view))} of all tokens were dropped"
+    dropped = dropped if view.dropped_tokens else "nothing was dropped"
+    violations = plural(view.violations, "violation") if view.violations else "no violations"
+    return f"{age}; {known}, {dropped}, {violations}."
 
 
 def _first_and_last(view: RunView) -> tuple[float, float]:
@@ -155,7 +161,7 @@ def _clock(seconds: float) -> str:
     """Seconds as a person says them.
 
     >>> _clock(59.6), _clock(3700)
-    ('1 min', '1 h 2 min')
+    ('1 min', '1 h 1 min')
     """
     minutes, rest = divmod(round(min(seconds, 1e12)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -179,8 +185,8 @@ def _charts(view: RunView, steps: Sequence[Stretch]) -> str:
             "versions",
             370,
             "Which versions the batch was sampled from",
-            "The share of each step's tokens that each version sampled; tokens below the line are "
-            "older than the policy that was trained on them.",
+            "The share of each step's tokens that each version sampled. By version, tokens below "
+            "the line are older than the policy that was trained on them; by age, 0 is on policy.",
         ),
         (
             "tokens",

@@ -197,7 +197,7 @@ def test_the_age_of_a_dropped_token_is_the_policys_version_then_minus_its_own(
 ) -> None:
     """Published or not: 30 tokens of version 0 dropped when the policy has version 2 are 2 old."""
     path = tmp_path / "trace.jsonl"
-    lines = [
+    lines: list[dict[str, Any]] = [
         {
             "event": "run_started",
             "schema": 1,
@@ -256,6 +256,15 @@ def test_the_header_says_what_the_run_looks_like(trace: Path, html: str) -> None
     assert "unknown_group group &#x27;never published&#x27;: it is not waiting 2 30" in words_of(
         html
     )
+
+
+def test_ten_violations_are_ten(tmp_path: Path) -> None:
+    """The sentence says "no violations" for none only."""
+    path = tmp_path / "t.jsonl"
+    with StalenessCallback(trace=path) as staleness:
+        for _ in range(10):
+            staleness.on_step(["never published"])
+    assert "dropped, 10 violations." in words_of(report(path))
 
 
 def test_a_coverage_that_is_nearly_whole_is_not_called_whole(tmp_path: Path) -> None:
@@ -357,7 +366,9 @@ def test_a_run_without_tokens_is_drawn_without_ages(tmp_path: Path) -> None:
     page = report(path)
     assert traces_of(page, "age")["batch age (mean)"]["y"] == [None] * 3
     assert traces_of(page, "coverage")["coverage"]["y"] == [None] * 3
-    assert "3 steps trained no token whose version is known." in words_of(page)
+    assert (
+        "3 steps trained no token; coverage is not known, nothing was dropped, no violations."
+    ) in words_of(page)
     assert png_size(plot(path)) == picture_size()
 
 
@@ -387,7 +398,7 @@ def test_steps_that_the_run_skipped_leave_a_hole_in_the_heat_map(tmp_path: Path)
 def test_huge_numbers_of_a_trace_are_drawn(tmp_path: Path) -> None:
     """Versions, steps and times at the ends of what a trace may hold."""
     path = tmp_path / "trace.jsonl"
-    lines = [
+    lines: list[dict[str, Any]] = [
         {
             "event": "run_started",
             "schema": 1,
