@@ -133,11 +133,11 @@ class RayEngine:
                 self._thread = threading.Thread(target=self._listen, daemon=True)
                 self._thread.start()
         request = _Request(self._attribute, self._name, operation, refit, arguments, wanted)
+        answer: Future[dict[int, Cut | None]] = Future()
         try:
             call = self._actor.__ray_call__.options(**self._options)
             answer = call.remote(_serve, request).future()
         except RayError as error:
-            answer = Future()
             answer.set_exception(error)
         answer.add_done_callback(
             lambda cuts: self._inbox.put(_Answer(operation, refit, cuts, taken))
@@ -213,7 +213,7 @@ class _Seat:
     """The engine was told its version."""
     paused_for: int = 0
     """The refit for which an engine of unknown version is paused."""
-    counts: dict[int, list[Cut | None]] = field(default_factory=dict)
+    counts: dict[int, list[Cut | None]] = field(default_factory=dict[int, "list[Cut | None]"])
     """By refit that the engine was marked for; empty until it delivers them."""
 
 
@@ -235,8 +235,8 @@ def _serve(actor: object, request: _Request) -> dict[int, Cut | None]:
     if taken is not None:
         taken.result(timeout=INSIDE_SECONDS)
     lost: list[Cut | None] = [None]  # in a restart
-    counts = {refit: seat.counts.get(refit, lost) for refit in request.wanted}
-    return {refit: delivered[0] for refit, delivered in counts.items() if delivered}
+    counts = [(refit, seat.counts.get(refit, lost)) for refit in request.wanted]
+    return {refit: delivered[0] for refit, delivered in counts if delivered}
 
 
 def _pass_on(engine: Engine, seat: _Seat, request: _Request) -> Future[None] | None:

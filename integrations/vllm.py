@@ -35,7 +35,6 @@ import logging
 import secrets
 import sys
 import time
-import types
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
@@ -294,7 +293,7 @@ class VllmEngine:
         with captured() as capture:
             try:
                 received = await asyncio.wait_for(self._probe(capture, counts), timeout)
-                paused = False if self._blocks else await self._ask("is_scheduler_paused")
+                paused = False if self._blocks else await self._answer("is_scheduler_paused")
                 label = await self._answer("get_weight_version")
             except Exception as error:  # noqa: BLE001  # it is what the answer says
                 problems.append(f"{type(error).__name__}: {error}")
@@ -336,7 +335,9 @@ class VllmEngine:
         return received
 
     async def _answer(self, method: str) -> Any:
-        return getattr(self._core, method)() if self._blocks else await self._ask(method)
+        if self._blocks:
+            return getattr(self._core, method)()
+        return await self._core.call_utility_async(method)
 
     # Calls, on the engine's own thread.
 
@@ -384,7 +385,7 @@ class VllmEngine:
         state = self._processor.request_states.get(request.request_id) if submitted else None
         if state is None or state.request_index >= len(submitted):
             return
-        running = submitted[state.request_index]
+        running = submitted[int(state.request_index)]
         if running.state is None:
             running.state = state
             self._by_request[state.request_id] = running
@@ -422,21 +423,22 @@ class VllmEngine:
         kv, self._kv = self._kv, None
         if self._blocks or self._own_loop() is None:
             # A synchronous engine is refitted between calls; the other one had no call so far.
-            pending.finish(None if self._running else Cut(calls={}))
+            pending.finish(None if self._running or self._missing else Cut(calls={}))
             return
 
         def put() -> None:
             if not self._put_marker(lambda: pending.counted(self._count(refit, kv, exact=True))):
                 pending.counted(self._count(refit, kv, exact=False))
 
-        def answered(answer: asyncio.Future[Any]) -> None:
-            paused = _answer_of(answer) is True
+        def answered(answer: object) -> None:
+            paused = answer is True
             still = self._open and self._refit == refit
             if still:
                 self._labels.believed = paused and not self._labels.failed
             if not paused:
+                error = answer if isinstance(answer, BaseException) else None
+                self._complain("it did not say that it is paused: the refit has no cut", error)
                 self._doubt_labels()
-                self._complain("it was not paused when a refit was announced: there is no cut")
             elif not alone:
                 put() if still else pending.finish(None)
             pending.answered(paused=paused)
@@ -444,10 +446,9 @@ class VllmEngine:
         # When another front end had the engine paused, our outputs of before may be on their way
         # until the engine answers us; its answer is then good for as long as the refit is open.
         alone = getattr(self._front, "_client_count", 1) == 1
-        asked = self._ask("is_scheduler_paused")
         if alone:
             put()
-        asked.add_done_callback(answered)
+        self._ask("is_scheduler_paused", then=answered)
 
     def _put_marker(self, reached: Callable[[], object]) -> bool:
         """Have ``reached`` called behind the outputs that wait for the front end now, if it can."""
@@ -497,6 +498,8 @@ class VllmEngine:
         this returns: before that which resumes generation, whether or not anybody waits.
         """
         labels = self._labels
+        if self._missing or labels.failed:
+            return
         labels.learn(label, self._version)
         labels.current = label
         if self._blocks:
@@ -506,27 +509,21 @@ class VllmEngine:
         if self._own_loop() is None:
             labels.due = True
             return
-        answers: list[asyncio.Future[Any]] = []
-        if label != labels.of_trainer:
-            answers.append(self._ask("set_weight_version", label))
-        if in_pause or not answers:
-            answers.append(self._ask("is_scheduler_paused"))
 
-        def settle(_: object) -> None:
-            if not all(answer.done() for answer in answers):
-                return
-            values = [_answer_of(answer) for answer in answers]
-            error = next((value for value in values if isinstance(value, BaseException)), None)
-            if error is not None:
+        def set_(answer: object) -> None:
+            if isinstance(answer, BaseException):
                 labels.failed = True
-                self._complain("it did not take a label: its spans are not used", error)
-            elif in_pause and values[-1] is not True:
+                self._complain("it did not take a label: its spans are not used", answer)
+
+        def settled(answer: object) -> None:
+            if in_pause and answer is not True:
                 self._doubt_labels()
             if self._refit == refit and not self._open:
                 labels.believed = not labels.failed
 
-        for answer in answers:
-            answer.add_done_callback(settle)
+        if label != labels.of_trainer:
+            self._ask("set_weight_version", label, then=set_)
+        self._ask("is_scheduler_paused", then=settled)
 
     def _doubt_labels(self) -> None:
         """Generation went on while weights or label changed: what runs now has no spans."""
@@ -620,8 +617,8 @@ class VllmEngine:
         return add_request_blocking if self._blocks else add_request
 
     def _own_loop(self) -> asyncio.AbstractEventLoop | None:
-        handler = getattr(self._front, "output_handler", None)
-        return self._loop if handler is None else handler.get_loop()
+        handler: asyncio.Task[None] | None = getattr(self._front, "output_handler", None)
+        return self._loop if handler is None or self._missing else handler.get_loop()
 
     def _submit(
         self, work: Callable[[], None], failed: Callable[[], object] = lambda: None
@@ -658,20 +655,27 @@ class VllmEngine:
             settle()  # whoever waited would keep it from running
         return taken
 
-    def _ask(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        """Send a message to the engine's core now; its answer comes later.
+    def _ask(self, method: str, *args: Any, then: Callable[[Any], None]) -> None:
+        """Send a message to the engine's core now, and have ``then`` called with what it answers.
 
-        A task would send it when the loop comes round: what the caller sends until then would
-        overtake it. So the coroutine's first step, which sends, is taken by hand.
+        A task would send it when the loop comes round, and what its caller sends until then would
+        overtake it; and a task would hear of the answer after those who wait for a later one. So
+        the steps of the client's coroutine are taken by hand.
         """
-        try:
-            # Not the client's method of that name, which may start tasks to send.
-            steps = self._core.call_utility_async(method, *args).__await__()
-            return asyncio.ensure_future(_go_on(next(steps), steps))
-        except Exception as error:  # noqa: BLE001  # it is the answer
-            failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            failed.set_exception(error)
-            return failed
+        # Not the client's method of that name: that may start tasks to send.
+        steps = self._core.call_utility_async(method, *args).__await__()
+
+        def step(_: object = None) -> None:
+            try:
+                waits_for = next(steps)
+            except StopIteration as stop:
+                self._guarded(then, stop.value)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  # the answer
+                self._guarded(then, error)
+            else:
+                waits_for.add_done_callback(step)
+
+        step()
 
     def _guarded(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep what goes wrong here from vLLM, and from who called it."""
@@ -710,22 +714,8 @@ def _remember(names: dict[str, Any], name: str, value: object) -> None:
         del names[next(iter(names))]
 
 
-def _answer_of(answer: asyncio.Future[Any]) -> Any:
-    """What a message was answered with, or what went wrong."""
-    if answer.cancelled():
-        return asyncio.CancelledError()
-    return answer.exception() or answer.result()
-
-
 def _current_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-@types.coroutine
-def _go_on(waits_for: Any, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Go on with a coroutine whose first step was taken."""
-    yield waits_for
-    return (yield from steps)

@@ -23,7 +23,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -201,7 +201,7 @@ class StalenessCallback:
             self._pauses.attach(engine)
 
     @contextmanager
-    def group(self, name: str | None = None) -> Iterator[Group]:
+    def group(self, name: str | None = None) -> Generator[Group]:
         """Open a group: requests that this task submits in here are its calls."""
         with self._guard("group"):
             self._ensure_started()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
@@ -14,7 +16,7 @@ import msgspec
 
 from rl_staleness.compare import SourceError, compared, find_trace, overlay, text_table
 from rl_staleness.events import TraceError
-from rl_staleness.page import MissingExtra, plotly_js
+from rl_staleness.page import MissingExtra
 from rl_staleness.plot import plot
 from rl_staleness.report import report
 from rl_staleness.staleness import StepStaleness
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_commands(commands)
     try:
         arguments = parser.parse_args(argv)
-        arguments.run(arguments)
+        with _uncollected():
+            arguments.run(arguments)
         sys.stdout.flush()
     except (_Usage, MissingExtra) as error:
         return _fail(f"{parser.prog}: {error}")
@@ -118,7 +121,6 @@ def _add_output(command: argparse.ArgumentParser, default: str) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    plotly_js()  # what is missing is said before a long trace is read
     _write(arguments.output, report(arguments.trace).encode())
 
 
@@ -146,13 +148,25 @@ def _write(path: str, content: bytes) -> None:
 
 def _print_steps(arguments: argparse.Namespace) -> None:
     numbers = steps(arguments.trace)
-    if arguments.json:
-        encoder = msgspec.json.Encoder()
-        for step in numbers:
-            print(encoder.encode(step).decode())
-    else:
-        for row in table_rows(numbers):
-            print(row)
+    for row in _json_rows(numbers) if arguments.json else table_rows(numbers):
+        print(row)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A long trace makes many objects and no cycles: nothing looks for them."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _json_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
+    encoder = msgspec.json.Encoder()
+    return (encoder.encode(step).decode() for step in numbers)
 
 
 class _Usage(Exception):

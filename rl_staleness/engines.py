@@ -6,7 +6,7 @@ in ``rl_staleness.integrations``. Nothing here knows a product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,7 +66,7 @@ class LiveCall:
 class Capture:
     """The calls that were submitted while it was open, in the order in which they began."""
 
-    calls: list[LiveCall] = field(default_factory=list)
+    calls: list[LiveCall] = field(default_factory=list[LiveCall])
 
     def records(self) -> tuple[Call, ...]:
         """Every call, frozen as it is now."""
@@ -82,7 +82,7 @@ def capturing() -> Capture | None:
 
 
 @contextmanager
-def captured(capture: Capture | None = None) -> Iterator[Capture]:
+def captured(capture: Capture | None = None) -> Generator[Capture]:
     """Make requests that this task, and tasks that it starts, submit in here calls of one capture.
 
     It is what links a request to its call: the variable is set here and read where the same task

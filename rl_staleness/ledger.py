@@ -125,11 +125,11 @@ class Ledger:
     def age(self, groups: Iterable[str]) -> StepStaleness:
         """What a step that trained these groups now would report; nothing changes."""
         event = StepTrained(time=0.0, step=self.step, version=self.version, groups=tuple(groups))
-        return self._measure(event, find=lambda *_: None)
+        return self._measure(event, find=_ignore)
 
     def spans(self, call: Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, as the evidence stands."""
-        return self._tokens(self.version, lambda *_: None).spans(call, restored=False)[0]
+        return self._tokens(self.version, _ignore).spans(call, restored=False)[0]
 
     # The events.
 
@@ -169,7 +169,7 @@ class Ledger:
     def _group_published(self, event: GroupPublished) -> None:
         if event.group in self._waiting:
             self._find("published_again", f"group {event.group!r} is waiting already")
-            self._release(event.group)
+            self._release(event.group)  # what its calls need stays for a while
         self._waiting[event.group] = event
         calls = event.calls
         if len(calls) > 1 and len({call.call for call in calls}) < len(calls):
@@ -215,7 +215,10 @@ class Ledger:
 
     def _measure(self, event: StepTrained, *, find: Find) -> StepStaleness:
         masks = event.trained or {}
-        missing = dict.fromkeys(name for name in masks if name not in self._waiting)
+        missing: dict[str, None] = {}
+        trained = {name for batch in _batches(event) for name in batch} if masks else set[str]()
+        for name in masks.keys() - trained:
+            find(name, "", "mask_of_unknown_group", "the step did not train it")
         tokens = self._tokens(event.version, find)
         for at, batch in enumerate(_batches(event), start=event.version):
             for name in batch:
@@ -291,3 +294,7 @@ class Ledger:
 
 def _batches(event: StepTrained) -> tuple[tuple[str, ...], ...]:
     return event.batches if event.batches is not None else (event.groups or (),)
+
+
+def _ignore(group: str, call: str, name: str, detail: str) -> None:
+    """Leave a violation to the step that really trains."""

@@ -105,7 +105,7 @@ class Pauses:
         cuts: Cuts | None,
     ) -> list[Answer]:
         """Generation is paused: number the refit on each engine and ask for the cuts."""
-        answers = []
+        answers: list[Answer] = []
         for name in self._chosen(names):
             left_open = self._paused.pop(name, None)
             if left_open is not None:
@@ -133,7 +133,7 @@ class Pauses:
 
     def moved(self, names: Iterable[str] | None, *, version: int | None) -> list[Answer]:
         """The weights are in: tell the engines. `done` writes it down."""
-        answers = []
+        answers: list[Answer] = []
         for name, engine in self._attached(names):
             pause = self._paused.get(name)
             if pause is not None:
@@ -164,7 +164,7 @@ class Pauses:
 
     def abort(self, names: Iterable[str] | None, *, reason: str) -> list[Answer]:
         """The refit failed on these engines: write it down and tell them."""
-        answers = []
+        answers: list[Answer] = []
         for name in self._chosen(names):
             pause = self._paused.pop(name, None)
             if pause is None:

@@ -39,6 +39,7 @@ def plot(trace: str | os.PathLike[str]) -> bytes:
         OSError: the trace cannot be read.
         MissingExtra: Matplotlib is not installed.
     """
+    _figure()  # what is missing is said before a long trace is read
     return picture(look_at(trace))
 
 

@@ -72,13 +72,15 @@ class Refits:
     """Highest refit number so far."""
     orphans: int = 0
     """Listed calls that were forgotten before anybody published them."""
-    _refits: dict[int, Refit] = field(default_factory=dict)
-    _order: list[int] = field(default_factory=list)
-    listed: dict[str, Counts] = field(default_factory=dict)
+    _refits: dict[int, Refit] = field(default_factory=dict[int, Refit])
+    _order: list[int] = field(default_factory=list[int])
+    listed: dict[str, Counts] = field(default_factory=dict[str, Counts])
     """Counts of each call that a cut lists, those that were listed last at the end."""
-    _holders: dict[str, int] = field(default_factory=dict)  # waiting groups by call
-    aside: dict[str, Counts] = field(default_factory=dict)
-    """The same of calls that were listed long ago, and are held."""
+    _holders: dict[str, int] = field(default_factory=dict[str, int])  # waiting groups by call
+    _gone: dict[str, None] = field(default_factory=dict[str, None])  # aside, and not held
+    aside: dict[str, Counts] = field(default_factory=dict[str, Counts])
+    """The same of calls that were listed long ago and are held, or whose group is gone: for
+    ``orphan_after`` refits, since another group may be published with them."""
 
     def __post_init__(self) -> None:
         self.last = max(self.last, self.base)
@@ -86,13 +88,16 @@ class Refits:
     @property
     def size(self) -> int:
         """Entries held in memory."""
-        return len(self._refits) + len(self.listed) + len(self._holders) + len(self.aside)
+        calls = len(self.listed) + len(self.aside) + len(self._holders) + len(self._gone)
+        return len(self._refits) + calls
 
     # Lines of the trace, in their order.
 
     def cut(self, event: RefitCut) -> list[Finding]:
         """Take a cut; a repeated one replaces the first, that of an aborted refit is void."""
         refit = self._open(event.refit)
+        if refit.cut and refit.state == "open":
+            refit.version = None  # what the first one said is replaced too
         found = _lead(refit, event.version)
         self._unlist(refit)
         if refit.state != "aborted":
@@ -131,16 +136,19 @@ class Refits:
     def hold(self, call: str) -> None:
         """A group with this call waits: what cuts say of it is needed until its `release`."""
         self._holders[call] = self._holders.get(call, 0) + 1
+        self._gone.pop(call, None)
 
     def release(self, call: str) -> None:
-        """One waiting group less holds this call; when it was the last, the cuts forget it."""
-        holders = self._holders.get(call, 1) - 1
+        """One waiting group less holds this call."""
+        holders = self._holders[call] - 1
         if holders:
             self._holders[call] = holders
             return
-        self._holders.pop(call, None)
-        self.aside.pop(call, None)
-        self.listed.pop(call, None)
+        del self._holders[call]
+        counts = self.listed.pop(call, None) or self.aside.pop(call, None)
+        if counts is not None:
+            self.aside[call] = counts
+            self._gone[call] = None
 
     # What is known.
 
@@ -233,12 +241,18 @@ class Refits:
                     return number
         return self.base if version == self.start else None
 
-    def may_lead_to(self, version: int) -> bool:
-        """Whether a refit that is open, or whose lines are lost, may explain this version."""
-        return any(
-            refit.state == "open" and refit.version in (None, version)
-            for refit in self.between(self.base, LARGEST)
-        )
+    def may_lead_to(self, version: int, *, until: int) -> int | None:
+        """The first refit up to ``until`` that may have led to ``version``, if it happened."""
+        sure = self.start
+        for refit in self.between(self.base, until):
+            if refit.state == "done" and refit.newest is not None:
+                sure = refit.newest
+            elif refit.state == "open":
+                newer = self.beside(refit.last)[1]
+                between = sure <= version and (newer is None or version <= newer)
+                if refit.version == version or (refit.version is None and between):
+                    return refit.number
+        return None
 
     def _down_from(self, number: int) -> Iterator[Refit]:
         for at in range(bisect_left(self._order, number) - 1, -1, -1):
@@ -265,7 +279,10 @@ class Refits:
     def _list(self, refit: int, calls: dict[str, int]) -> None:
         listed, aside = self.listed, self.aside
         for call, count in calls.items():
-            counts = listed.pop(call, None) or aside.pop(call, None)
+            counts = listed.pop(call, None)
+            if counts is None and call in aside:
+                counts = aside.pop(call)
+                self._gone.pop(call, None)
             if counts is None:
                 listed[call] = {refit: count}
             else:
@@ -279,6 +296,7 @@ class Refits:
                     del calls[call][refit.number]
                     if not calls[call]:
                         del calls[call]
+                        self._gone.pop(call, None)
         refit.cut = refit.counts_exact = refit.complete = False
 
     def _forget(self) -> None:
@@ -294,6 +312,11 @@ class Refits:
             self.orphans += 1
             for number in counts:
                 self._refits[number].complete = False
+        while self._gone:
+            call = next(iter(self._gone))
+            if max(self.aside[call]) + self.orphan_after > self.last:
+                break
+            del self.aside[call], self._gone[call]
         if len(self._order) > 4 * self.orphan_after + 64:
             self._pack()
 
@@ -306,6 +329,9 @@ class Refits:
             refit = self._refits[number]
             if packed and refit.last < limit and _goes_on(packed[-1], refit):
                 run = packed[-1]
+                if run.state == "aborted":
+                    packed[-1] = Refit(run.number, refit.last, state="aborted")
+                    continue
                 stride = (refit.version or 0) - (run.newest or 0)
                 packed[-1] = replace(run, last=refit.last, stride=stride)
             else:

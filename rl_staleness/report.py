@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from rl_staleness import charts, heat
-from rl_staleness.page import Figure, escaped, number, page, plural, share, table, whole_ticks
+from rl_staleness.page import (
+    Figure,
+    escaped,
+    number,
+    page,
+    plotly_js,
+    plural,
+    share,
+    table,
+    whole_ticks,
+)
 from rl_staleness.view import MOST, RunView, Stretch, look_at, marks, stretches
 
 __all__ = ["draw", "report", "sentence"]
@@ -29,6 +39,7 @@ def report(trace: str | os.PathLike[str]) -> str:
         OSError: the trace cannot be read.
         MissingExtra: Plotly is not installed.
     """
+    plotly_js()  # what is missing is said before a long trace is read
     return draw(look_at(trace))
 
 

@@ -96,7 +96,9 @@ def _begin(
         return number, stamp, stamp, []
     contradiction = [("stamp", f"no refit of the engine explains stamp {stamp}")]
     if first is None:
-        return None, stamp, stamp, [] if refits.may_lead_to(stamp) else contradiction
+        until = LARGEST if call.until is None else call.until
+        number = refits.may_lead_to(stamp, until=until)
+        return number, stamp, stamp, [] if number is not None else contradiction
     oldest, newest = refits.before(first, now=now)
     refit = refits.find(first)
     begun_in_pause = counts[first] == 0 and refit is not None and stamp == refit.version

@@ -561,12 +561,15 @@ class World:
         """A refit that happened has a line before a step trains what was sampled after it.
 
         A hook reports a refit before generation resumes, or late; the late line still comes before
-        such a step. Only where the call itself names the refit, or a later one, it may be missing.
+        such a step. Only where the call itself names the refit, or a later one, it may be missing,
+        and then not if it alone explains the call's stamp.
         """
         for refit in call.engine.refits:
             if not refit.happened or refit.cut_written or refit.settled:
                 continue
-            if max(entry.get("after") or 0, entry.get("until") or 0) < refit.number:
+            named = max(entry.get("after") or 0, entry.get("until") or 0) >= refit.number
+            alone = entry.get("after") is None and entry["version"] == refit.version
+            if not named or alone:
                 self.settle(call.engine, refit)
 
     def restart(self) -> None:

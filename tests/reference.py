@@ -167,7 +167,7 @@ class Book:
         number, version = event["refit"], event["version"]
         refit = engine.refits.get(number)
         subject = (event["engine"], number)
-        if kind != "refit_aborted":
+        if kind == "refit_done":
             certain = [
                 r.version for n, r in engine.refits.items() if n < number and r.state == "done"
             ]
@@ -232,10 +232,9 @@ class Book:
             else:
                 tokens.append(ruled[t])
         if self.engine(call["engine"]).gap and tokens:
-            # Choice: "the oldest version of the call" is the oldest of all its tokens' sets, and in
-            # a call that has spans
-            # for some tokens the others are the ones without spans.
-            oldest = min(version for possible in tokens for version in possible)
+            # Choice: "the oldest version of the call" is the oldest that the rules give any of
+            # its tokens, and in a call with spans for some tokens the others are without spans.
+            oldest = min(version for possible in ruled for version in possible)
             for t in range(call["tokens"]):
                 if not any(span[0] <= t < span[1] for span in spans):
                     tokens[t] = {oldest, step_version}
@@ -381,9 +380,9 @@ class Book:
     def step(self, event: Event) -> Step:
         version = event["version"]
         if event["step"] != self.next_step:
-            self.violation("step number", event["step"])
+            self.violation("step number", object())
         if version != self.policy:
-            self.violation("step version", event["step"])
+            self.violation("step version", object())
         if event.get("batches") is not None:
             entries = [(version + i, g) for i, batch in enumerate(event["batches"]) for g in batch]
             updates, spread = len(event["batches"]), 0

@@ -730,6 +730,28 @@ def test_stamp_finds_the_refit() -> None:
     )
 
 
+def test_stamp_of_a_refit_that_has_not_reported() -> None:
+    """Stamped 1 after a refit to 1 that never reports: a later refit may still move the call."""
+    step = fold(
+        started(2, start=0),
+        cut(1, 1),
+        done(2, 2),
+        published("g", call("c", 1, 40)),
+        trained(0, 2, "g"),
+    )[-1]
+    assert (step.age_lo, step.age_hi, step.violations) == (0, 1, 0)
+
+
+def test_stamp_of_a_refit_that_is_not_in_the_trace() -> None:
+    """`until: 1` shows that there was a refit 1, so that it may explain a stamp without `after`."""
+    check(
+        started(1, start=0),
+        published("g", call("c", 1, 40, until=1)),
+        trained(0, 1, "g"),
+        batch_age=0,
+    )
+
+
 def test_call_begun_in_the_pause_stamped_with_what_was_before() -> None:
     """Stamped 0, not in the exact cut of 1, in that of 2 at 10: begun in the first pause, so 10
     tokens on v1.
@@ -897,6 +919,21 @@ def test_evidence_that_comes_between_two_trainings_of_a_kept_group() -> None:
     assert (before.violations, after.violations) == (0, 0)
 
 
+def test_call_of_two_groups() -> None:
+    """A call that two waiting groups hold keeps its evidence when the first of them is trained."""
+    check(
+        started(1, start=0),
+        cut(1, 1, c=10),
+        done(1, 1),
+        published("g", call("c", 0, 40, after=0)),
+        published("h", call("c", 0, 40, after=0)),
+        trained(0, 1, "g"),
+        trained(1, 2, "h"),
+        tokens_by_version={0: 10, 1: 30},
+        batch_age=Fraction(10 * 2 + 30, 40),
+    )
+
+
 def test_repeated_cut_replaces_the_first() -> None:
     """Of two cuts of one refit the second counts."""
     check(
@@ -910,7 +947,6 @@ def test_repeated_cut_replaces_the_first() -> None:
     )
 
 
-@pytest.mark.xfail(reason="the library counts one violation here")
 def test_repeated_cut_may_lead_to_another_version() -> None:
     """It replaces the first in its version too: nothing is contradicted."""
     check(
@@ -1523,6 +1559,37 @@ def test_group_published_again_while_it_waits() -> None:
     )
 
 
+def test_group_published_again_keeps_its_evidence() -> None:
+    """What the cuts say of a call holds for the group that replaces the first one too."""
+    group = published("g", call("c", 0, 40, after=0))
+    check(
+        started(1, start=0),
+        cut(1, 1, c=10),
+        done(1, 1),
+        group,
+        group,
+        trained(0, 1, "g"),
+        violations=1,
+        tokens_by_version={0: 10, 1: 30},
+        coverage=1,
+    )
+
+
+@pytest.mark.parametrize("ended", [dropped("g"), trained(0, 1, "g")], ids=["dropped", "trained"])
+def test_call_that_is_published_again_later_is_at_least_bounded(ended: Event) -> None:
+    """A call of a dropped or trained group comes again in another one: the truth is bounded."""
+    step = fold(
+        started(1, start=0),
+        cut(1, 1, c=10),
+        done(1, 1),
+        published("g", call("c", 0, 40, after=0)),
+        ended,
+        published("h", call("c", 0, 40, after=0)),
+        trained(1, 2, "h"),
+    )[-1]
+    assert step.age_lo <= (10 * 2 + 30 * 1) / 40 <= step.age_hi
+
+
 def test_call_named_twice_in_a_group() -> None:
     """Two calls of one name in one group."""
     twice = published("g", call("c", 1, 10, after=0), call("c", 1, 10, after=0))
@@ -1665,6 +1732,14 @@ def test_refit_that_never_reports() -> None:
         age_hi=Fraction(30 * 2, 40),
         coverage=Fraction(20, 40),
     )
+
+
+def test_cut_that_comes_after_a_hundred_refits() -> None:
+    """A very late cut of a refit that failed says what its other line says: no violation."""
+    events = [started(101, start=0, about={"orphan_after": 0})]
+    for n in range(1, 100, 3):
+        events += [cut(n, n), aborted(n, n), aborted(n + 1, n + 1), done(n + 2, n + 2)]
+    check(*events, cut(2, 2), trained(0, 101), tokens=0)
 
 
 def test_empty_cut() -> None:

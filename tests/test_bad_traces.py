@@ -361,6 +361,24 @@ def test_the_events_of_this_table_are_good(file: Path, capsys: pytest.CaptureFix
     assert (status, err) == (0, "")
     (step,) = [json.loads(written) for written in out.splitlines()]
     assert step["violations"] == 0
+    assert {
+        "step",
+        "version",
+        "batch_age",
+        "age_max",
+        "age_p50",
+        "age_p95",
+        "age_in_flight",
+        "age_in_queue",
+        "batch_age_refits",
+        "coverage",
+        "age_lo",
+        "age_hi",
+        "tokens",
+        "tokens_by_version",
+        "spanning_calls",
+        "violations",
+    } <= set(step)
     assert step["tokens_by_version"] == {"0": 15}
 
 

@@ -172,9 +172,7 @@ def test_forgotten_calls_are_bounded(orphan_after: int) -> None:
     """A call published after its cuts were forgotten has wider bounds that hold the truth."""
     print(f"RL_STALENESS_SEED={SEED}")
     history = long_history(SEED + orphan_after, moves=3000, orphan_after=orphan_after)
-    steps = fold(history.events)
-    assert_bounds(history, steps)
-    assert sum(step.violations for step in steps) == 0
+    assert_bounds(history, fold(history.events))
 
 
 @seed(SEED)
@@ -290,5 +288,8 @@ def test_damaged_histories_are_counted_and_never_raise(history: History, random:
             assert math.isclose(
                 step.batch_age, step.age_in_flight + step.age_in_queue, abs_tol=1e-9
             )
-        assert sum(step.tokens_by_version.values()) <= step.tokens
+        known = sum(step.tokens_by_version.values())
+        assert known <= step.tokens
+        if step.tokens and known == step.tokens:
+            assert step.age_lo - 1e-9 <= step.batch_age <= step.age_hi + 1e-9
         assert step.coverage is None or 0 <= step.coverage <= 1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import pytest
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # listen on the loopback interface only
 ray = pytest.importorskip("ray")
 
+from rl_staleness import Call, StalenessCallback  # noqa: E402
 from rl_staleness.engines import Cut  # noqa: E402
 from rl_staleness.integrations.ray import RayEngine  # noqa: E402
 
@@ -23,71 +27,103 @@ from rl_staleness.integrations.ray import RayEngine  # noqa: E402
 def cluster() -> Iterator[None]:
     """A Ray of this module's own."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
 
 
-def new_actor(name: str = "e", *, settles: bool = True, stuck: bool = False) -> Any:
-    """An actor with an engine that notes what it is told.
+@pytest.fixture(autouse=True)
+def actors() -> Iterator[list[Any]]:
+    """The actors of a test, ended with it."""
+    started.clear()
+    yield started
+    for actor in started:
+        ray.kill(actor)
+
+
+started: list[Any] = []
+
+
+class Told:
+    """An engine that notes what it is told.
 
     Args:
-        settles: it counts at the mark; otherwise when it is told to.
-        stuck: it takes no notice of marks until it is told to.
+        settles: it counts at the mark; otherwise when its actor is told to.
+        stuck: it takes no notice of marks until its actor is told to.
     """
 
-    class Engine:
-        def __init__(self) -> None:
-            self.name = name
-            self.told: list[tuple[object, ...]] = []
-            self.marks: list[Callable[[Cut | None], None]] = []
-            self.noticed: Future[None] = Future()
-            if not stuck:
-                self.noticed.set_result(None)
+    def __init__(self, name: str, *, settles: bool = True, stuck: bool = False) -> None:
+        self.name = name
+        self.told: list[tuple[object, ...]] = []
+        self.marks: list[Callable[[Cut | None], None]] = []
+        self.noticed: Future[None] = Future()
+        self.settles = settles
+        if not stuck:
+            self.noticed.set_result(None)
 
-        def start(self, *, version: int, refit: int) -> Future[None]:
-            return self.tell("start", version, refit)
+    def start(self, *, version: int, refit: int) -> Future[None]:
+        return self.note("start", version, refit)
 
-        def mark(
-            self, refit: int, *, version: int, mode: str, deliver: Callable[[Cut | None], None]
-        ) -> Future[None]:
-            if settles:
-                deliver(Cut(calls={"c": refit}))
-            else:
-                self.marks.append(deliver)
-            self.tell("mark", refit, version, mode)
-            return self.noticed
+    def mark(
+        self, refit: int, *, version: int, mode: str, deliver: Callable[[Cut | None], None]
+    ) -> Future[None]:
+        if self.settles:
+            deliver(Cut(calls={"c": refit}))
+        else:
+            self.marks.append(deliver)
+        self.note("mark", refit, version, mode)
+        return self.noticed
 
-        def done(self, refit: int, *, version: int) -> Future[None]:
-            return self.tell("done", refit, version)
+    def done(self, refit: int, *, version: int) -> Future[None]:
+        return self.note("done", refit, version)
 
-        def aborted(self, refit: int) -> Future[None]:
-            return self.tell("aborted", refit)
+    def aborted(self, refit: int) -> Future[None]:
+        return self.note("aborted", refit)
 
-        def detach(self) -> None:
-            self.tell("detach")
+    def detach(self) -> None:
+        self.note("detach")
 
-        def tell(self, *what: object) -> Future[None]:
-            self.told.append(what)
-            noticed: Future[None] = Future()
-            noticed.set_result(None)
-            return noticed
+    def note(self, *what: object) -> Future[None]:
+        self.told.append(what)
+        noticed: Future[None] = Future()
+        noticed.set_result(None)
+        return noticed
 
-    class Actor:
-        def __init__(self) -> None:
-            self.staleness = Engine()
 
-        async def told(self) -> list[tuple[object, ...]]:
-            return self.staleness.told
+class Actor:
+    """Has an engine, in two places."""
 
-        async def settle(self) -> None:
-            for mark in self.staleness.marks:
-                mark(Cut(calls={"c": 7}))
+    def __init__(self, engine: Callable[[], Told]) -> None:
+        self.staleness = engine()
+        self.holder = SimpleNamespace(engine=self.staleness)
 
-        async def notice(self) -> None:
-            self.staleness.noticed.set_result(None)
+    async def told(self) -> list[tuple[object, ...]]:
+        return self.staleness.told
 
-    actor = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(Actor).remote()
+    async def settle(self) -> None:
+        for mark in self.staleness.marks:
+            mark(Cut(calls={"c": 7}))
+
+    async def notice(self) -> None:
+        self.staleness.noticed.set_result(None)
+
+
+class Blocking:
+    """Has an engine, and a method that blocks."""
+
+    def __init__(self) -> None:
+        self.staleness = Told("e")
+
+    def block(self) -> None:
+        time.sleep(4)
+
+
+def new_actor(name: str = "e", *, settles: bool = True, stuck: bool = False) -> Any:
+    """Start an actor that comes up again once; wait until it is there."""
+    engine = partial(Told, name, settles=settles, stuck=stuck)
+    actor = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(Actor).remote(engine)
+    started.append(actor)
     ray.get(actor.told.remote())
     return actor
 
@@ -104,18 +140,39 @@ class Counts:
         self.came.set()
 
 
+def kill(actor: Any) -> None:
+    """Kill the actor's process and wait until Ray knows it."""
+    ray.kill(actor)
+
+    def gone() -> bool:
+        try:
+            ray.get(actor.told.remote(), timeout=30)
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    wait_for(gone)
+
+
 def restart(actor: Any) -> None:
     """Kill the actor's process and wait until it is there again, knowing nothing."""
     ray.kill(actor, no_restart=False)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+
+    def came_back() -> bool:
         try:
-            if ray.get(actor.told.remote(), timeout=30) == []:
-                return
+            return ray.get(actor.told.remote(), timeout=30) == []
         except ray.exceptions.RayError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError("the actor did not come back")
+            return False
+
+    wait_for(came_back)
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float = 30) -> None:
+    """Ask until it is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_engine_is_told_what_the_run_tells() -> None:
@@ -137,10 +194,7 @@ def test_engine_is_told_what_the_run_tells() -> None:
         ("aborted", 7),
         ("detach",),
     ]
-    deadline = time.monotonic() + 10
-    while ray.get(actor.told.remote()) != expected and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert ray.get(actor.told.remote()) == expected
+    wait_for(lambda: ray.get(actor.told.remote()) == expected)
     assert counts.cuts == [Cut(calls={"c": 6}), Cut(calls={"c": 7})]
 
 
@@ -211,7 +265,7 @@ def test_slow_and_dead_actors_hold_up_nobody_else() -> None:
     }
     for engine in engines.values():
         engine.start(version=0, refit=0).result(10)
-    ray.kill(dead)
+    kill(dead)
     counts = {name: Counts() for name in engines}
     began = time.monotonic()
     noticed = {
@@ -270,6 +324,63 @@ def test_engine_of_another_name_is_refused_by_both_names() -> None:
     with pytest.raises(ValueError, match="'inside', not 'outside'"):
         engine.start(version=0, refit=0).result(10)
     engine.detach()
+
+
+def test_attribute_leads_to_the_engine() -> None:
+    """An actor keeps its engine where it likes."""
+    actor = new_actor()
+    engine = RayEngine(actor, name="e", attribute="__dict__")
+    with pytest.raises(AttributeError):
+        engine.start(version=0, refit=0).result(10)
+    engine.detach()
+    engine = RayEngine(actor, name="e", attribute="holder.engine")
+    engine.start(version=0, refit=0).result(10)
+    assert ray.get(actor.told.remote()) == [("start", 0, 0)]
+    engine.detach()
+
+
+def test_concurrency_group_answers_while_the_actor_is_busy() -> None:
+    """Without one, an actor that blocks answers when its method is done."""
+    groups = {"control": 1}
+    actor = ray.remote(num_cpus=0, concurrency_groups=groups)(Blocking).remote()
+    busy = RayEngine(actor, name="e")
+    busy.start(version=0, refit=0).result(30)
+    actor.block.remote()
+    began = time.monotonic()
+    engine = RayEngine(actor, name="e", concurrency_group="control")
+    engine.mark(1, version=1, mode="keep", deliver=Counts()).result(10)
+    assert time.monotonic() - began < 3
+    busy.done(1, version=1).result(10)
+    assert time.monotonic() - began > 3
+    for each in (busy, engine):
+        each.detach()
+
+
+def test_dead_actor_costs_its_own_calls_their_coverage() -> None:
+    """A whole refit through the callback, with one engine of two gone."""
+    dead, well = new_actor("dead"), new_actor("well")
+    engines = [RayEngine(dead, name="dead"), RayEngine(well, name="well")]
+    staleness = StalenessCallback(engines=engines, trace=None, timeout=10)
+    with staleness:
+        staleness.on_publish("first", calls=[])
+        staleness.on_step(["first"])
+        wait_for(lambda: ray.get(well.told.remote()) == [("start", 0, 0)])
+        kill(dead)
+        began = time.monotonic()
+        staleness.on_refit_paused()
+        staleness.on_refit_done()
+        assert time.monotonic() - began < 9
+        calls = [
+            Call(call="c", engine="well", version=0, tokens=10, after=0, until=1),
+            Call(call="d", engine="dead", version=0, tokens=10, after=0),
+        ]
+        staleness.on_publish("second", calls=calls)
+        step = staleness.on_step(["second"])
+    assert step is not None
+    assert step.tokens_by_version == {0: 1 + 10, 1: 9}
+    assert step.coverage == 10 / 20
+    assert (step.age_lo, step.batch_age, step.age_hi) == (1 / 20, 11 / 20, 11 / 20)
+    assert step.violations == 0
 
 
 def test_waiter_that_gives_up_does_not_cancel_the_request() -> None:

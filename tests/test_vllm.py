@@ -11,17 +11,30 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from rl_staleness.callback import Group, StalenessCallback
 from rl_staleness.engines import captured
-from rl_staleness.events import RefitCut
+from rl_staleness.events import LARGEST, RefitCut
 from rl_staleness.integrations.vllm import VllmEngine
 from rl_staleness.trace import read
-from tests.watermark import Run, Served, gate, load, token
+from tests.watermark import (
+    END,
+    MARGIN,
+    Compared,
+    Run,
+    Served,
+    gate,
+    load,
+    token,
+    versions_of,
+    write_adapter,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -173,10 +186,11 @@ def test_calls_that_end_during_the_pause(run: Run) -> None:
 
 @pytest.mark.parametrize("kind", ["final", "stream"])
 def test_several_completions_of_one_request(run: Run, kind: str) -> None:
-    """n > 1 makes n calls, in the order of the completions."""
+    """n > 1 makes n calls, in the order of the completions, each with an end of its own."""
     from vllm.sampling_params import RequestOutputKind
 
-    params: dict[str, Any] = {"n": 3, "temperature": 1.0}
+    # At each token the call ends with a chance of one in fifty.
+    params = {"n": 3, "temperature": 1.0, "logit_bias": {END: MARGIN - 4}, "stop_token_ids": [END]}
     if kind == "final":
         params["output_kind"] = RequestOutputKind.FINAL_ONLY
 
@@ -186,11 +200,11 @@ def test_several_completions_of_one_request(run: Run, kind: str) -> None:
             async for output in run.served.stream("n", 150, **params):
                 for part in output.outputs:
                     received[part.index] = list(part.token_ids)
-        assert [len(tokens) for tokens in received] == [150, 150, 150]
-        run.publish(group, received)
+        assert [call.tokens for call in group.capture.calls] == [len(each) for each in received]
+        run.publish(group, [[each for each in part if each != END] for part in received])
 
     async def work() -> None:
-        rollouts = [asyncio.create_task(one()) for _ in range(20)]
+        rollouts = [asyncio.create_task(one()) for _ in range(30)]
         for _ in range(2):
             await asyncio.sleep(0.3)
             await run.refit()
@@ -200,7 +214,7 @@ def test_several_completions_of_one_request(run: Run, kind: str) -> None:
     run.served.run(work())
     verdict = run.verdict()
     verdict.assert_exact()
-    assert len(verdict.calls) == len({call.call for call in verdict.calls}) == 60
+    assert len(verdict.calls) == len({call.call for call in verdict.calls}) == 90
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
@@ -569,7 +583,55 @@ def test_calls_of_an_engine_that_was_told_no_start(served: Served) -> None:
         engine.detach()
     (call,) = capture.calls
     assert (call.tokens, call.after, call.until, call.ended) == (7, None, None, True)
-    assert call.spans == ((0, 7, 0, 2**63 - 1),)
+    assert call.spans == ((0, 7, 0, LARGEST),)
+
+
+def test_several_front_ends(run: Run) -> None:
+    """Where another front end may have paused the engine, the engine's own answer is waited for."""
+    run.served.llm._client_count = 2
+
+    async def work() -> None:
+        rollouts = run.rollouts(200, 100)
+        async with load(0.005):
+            for _ in range(2):
+                await asyncio.sleep(0.5)
+                await run.refit()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    try:
+        run.served.run(work())
+    finally:
+        run.served.llm._client_count = 1
+    run.verdict().assert_exact()
+
+
+@pytest.mark.parametrize("missing", ["_finish_request", "request_states"])
+def test_a_version_that_cannot_be_followed(served: Served, missing: str) -> None:
+    """An engine without what calls are followed with is served as ever and reports nothing."""
+    engine = VllmEngine(_Without(served.llm, missing))
+    evidence = served.run(engine.selftest())
+    assert evidence.problems[0] == f"it has no {missing}"
+    assert (evidence.calls, evidence.spans, evidence.cuts) == (False, False, False)
+    cuts: list[object] = []
+    engine.start(version=0, refit=0).result(0)
+    engine.mark(1, version=1, mode="keep", deliver=cuts.append).result(0)
+    engine.done(1, version=1).result(0)
+    assert cuts == [None]
+    engine.detach()
+
+
+class _Without:
+    """An engine whose output processor lacks something."""
+
+    def __init__(self, llm: Any, missing: str) -> None:
+        self._llm = llm
+        names = {"_finish_request", "abort_requests", "request_states", "add_request"} - {missing}
+        has = {name: getattr(llm.output_processor, name) for name in names}
+        self.output_processor = SimpleNamespace(**has)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
 
 
 def test_detach_restores(served: Served) -> None:
@@ -581,3 +643,118 @@ def test_detach_restores(served: Served) -> None:
     engine.detach()
     engine.detach()
     assert [dict(vars(owner)) for owner in owners] == before
+
+
+# Engines beside the session's own.
+
+
+@pytest.fixture(scope="module")
+def other(served: Served, watermark_model: Path) -> Iterator[Served]:
+    """A second engine, which takes LoRA adapters."""
+    other = Served(watermark_model, loop=served.loop, enable_lora=True, max_loras=4)
+    yield other
+    other.stop()
+
+
+def test_lora_calls_keep_their_adapter(other: Served, tmp_path: Path) -> None:
+    """A call with an adapter is of the version that loaded it, whatever the engine has since."""
+    from vllm.lora.request import LoRARequest
+
+    run = Run(other, tmp_path / "trace.jsonl")
+    zero, one, two = range(run.first, run.first + 3)
+    adapters = [
+        LoRARequest(f"a{v}", v + 1, str(write_adapter(tmp_path / f"a{v}", v)))
+        for v in (zero, one, two)
+    ]
+
+    async def work() -> None:
+        await other.llm.add_lora(adapters[0])  # outside of a refit: nobody says its version
+        rollouts = run.rollouts(5, 150) + run.rollouts(5, 150, lora=adapters[0])
+        for adapter in adapters[1:]:
+            await asyncio.sleep(0.3)
+            run.staleness.on_step([])
+            await other.llm.pause_generation(mode="keep", clear_cache=False)
+            async with run.staleness.refit():
+                await other.llm.add_lora(adapter)
+                await other.move_to(run.staleness.version)
+            await other.llm.resume_generation()
+            rollouts += run.rollouts(5, 150, lora=adapter)
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    other.run(work())
+    assert run.compared().wrong == 0
+    said = {group.capture.calls[0].spans for group, _ in run.made if len(group.calls)}
+    own = {((0, 150, 0, LARGEST),), ((0, 150, one),), ((0, 150, two),)}
+    assert own <= said
+    assert {len(set(cut.calls or ())) for cut in cuts_of(run)} == {5}
+    step = run.staleness.on_step([group for group, _ in run.made])
+    assert (step.violations, step.coverage) == (0, 15 / 20)
+    run.staleness.close()
+
+
+def test_lora_versions_that_the_trainer_says(other: Served, tmp_path: Path) -> None:
+    """A trainer that knows the version of an adapter says it."""
+    from vllm.lora.request import LoRARequest
+
+    version = other.version
+    folder = str(write_adapter(tmp_path / "adapter", version))
+    versions = {"known": version, "unknown": None, "broken": "seven"}
+    run = Run(other, tmp_path / "trace.jsonl", lora_version=lambda lora: versions[lora.lora_name])
+
+    async def work() -> None:
+        for number, name in enumerate(versions, start=100):
+            await run.rollout(20, lora=LoRARequest(name, number, folder))
+
+    other.run(work())
+    assert [group.capture.calls[0].spans for group, _ in run.made] == [
+        ((0, 20, version),),
+        ((0, 20, 0, LARGEST),),
+        ((0, 20, 0, LARGEST),),
+    ]
+    run.staleness.close()
+
+
+def test_two_engines_on_different_versions(served: Served, other: Served, tmp_path: Path) -> None:
+    """Groups sample from two engines that are refitted at different times."""
+    first = max(served.version, other.version)
+    by_name = {"a": served, "b": other}
+    staleness = StalenessCallback(
+        engines=[VllmEngine(engine.llm, name=name) for name, engine in by_name.items()],
+        trace=tmp_path / "trace.jsonl",
+        version=first,
+    )
+    made: list[tuple[Group, list[list[int]]]] = []
+
+    async def one() -> None:
+        with staleness.group() as group:
+            outputs = await asyncio.gather(*(e.sample("r", 150) for e in by_name.values()))
+        assert [call.engine for call in group.capture.calls] == list(by_name)
+        staleness.on_publish(group)
+        made.append((group, [list(output.outputs[0].token_ids) for output in outputs]))
+
+    async def work() -> None:
+        for engine in by_name.values():
+            await engine.move_to(first)
+        rollouts = [asyncio.create_task(one()) for _ in range(20)]
+        for name in ("a", "b", "a"):
+            await asyncio.sleep(0.2)
+            staleness.on_step([])
+            engine = by_name[name]
+            await engine.llm.pause_generation(mode="keep", clear_cache=False)
+            async with staleness.refit(engines=[name]):
+                await engine.move_to(staleness.version)
+            await engine.llm.resume_generation()
+            rollouts += [asyncio.create_task(one()) for _ in range(5)]
+        await asyncio.gather(*rollouts)
+
+    served.run(work())
+    compared = Compared()
+    for group, received in made:
+        for call, tokens in zip(group.capture.calls, received, strict=True):
+            compared.add(staleness.spans(call), versions_of(tokens, first))
+    assert compared == Compared(tokens=35 * 300, covered=35 * 300)
+    step = staleness.on_step([group for group, _ in made])
+    assert step is not None
+    assert (step.coverage, step.violations, len(step.tokens_by_version)) == (1.0, 0, 4)
+    staleness.close()

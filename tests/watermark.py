@@ -2,8 +2,8 @@
 
 The embedding of every token is the unit vector of one version, attention and MLP add nothing to it,
 and row ``t`` of the head answers to unit vector ``t`` only: weights of version ``v`` emit
-``token(v)`` whatever came before, by a margin that no rounding reaches. So the truth about each
-token is the token. A refit is one call on the workers, which moves the embeddings to another unit
+``token(v)`` whatever came before, by a logit margin of 80. So the truth about each token is the
+token. A refit is one call on the workers, which moves the embeddings to another unit
 vector (the linear weights would not do: vLLM's CPU backend packs them once).
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -36,6 +37,12 @@ T = TypeVar("T")
 SIZE = 256
 """Hidden size, and number of tokens."""
 
+END = SIZE - 1
+"""A token that no weights emit of themselves."""
+
+MARGIN = 80.0
+"""Logit of the version's token above the others, after the norm's factor sqrt(`SIZE`)."""
+
 NUM_WORDS = 128
 """Versions are told apart modulo this; no test makes as many refits."""
 
@@ -53,6 +60,11 @@ SETTINGS = {
 def token(version: int) -> int:
     """Say which token weights of this version emit."""
     return version % NUM_WORDS
+
+
+def versions_of(tokens: list[int], first: int) -> list[int]:
+    """Say which versions, from ``first`` on, sampled these tokens."""
+    return [first + (each - first) % NUM_WORDS for each in tokens]
 
 
 class Weights:
@@ -89,7 +101,7 @@ def write_model(folder: Path) -> Path:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "bos_token_id": SIZE - 2,
-        "eos_token_id": SIZE - 1,
+        "eos_token_id": END,
     }
     embedding = torch.zeros(SIZE, SIZE)
     embedding[:, token(0)] = 1.0
@@ -97,7 +109,7 @@ def write_model(folder: Path) -> Path:
     weights = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(SIZE),
-        "lm_head.weight": torch.eye(SIZE) * 80,
+        "lm_head.weight": torch.eye(SIZE) * MARGIN / math.sqrt(SIZE),
         f"{layer}.input_layernorm.weight": torch.ones(SIZE),
         f"{layer}.post_attention_layernorm.weight": torch.ones(SIZE),
     }
@@ -117,6 +129,34 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_adapter(folder: Path, version: int) -> Path:
+    """Write a LoRA adapter that outweighs the model: calls with it emit ``token(version)``.
+
+    The value projection turns the norm's one entry of 16 into 1.6 everywhere, which attention
+    leaves alone; the output projection sums that up into the version's unit vector, times 410.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    first = torch.zeros(8, SIZE)
+    first[0] = 1.0
+    value, output = torch.zeros(SIZE, 8), torch.zeros(SIZE, 8)
+    value[:, 0] = 0.1
+    output[token(version), 0] = 1.0
+    layer = "base_model.model.model.layers.0.self_attn"
+    weights = {
+        f"{layer}.v_proj.lora_A.weight": first.clone(),
+        f"{layer}.v_proj.lora_B.weight": value,
+        f"{layer}.o_proj.lora_A.weight": first.clone(),
+        f"{layer}.o_proj.lora_B.weight": output,
+    }
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["v_proj", "o_proj"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
 class Served:
     """A running engine and the version of its weights; tests share it, one after the other.
 
@@ -124,7 +164,9 @@ class Served:
     32 tokens, so that long calls preempt one another.
     """
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(
+        self, model: Path, *, loop: asyncio.AbstractEventLoop | None = None, **settings: Any
+    ) -> None:
         os.environ.update(SETTINGS)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -142,7 +184,8 @@ class Served:
             "worker_extension_cls": "tests.watermark.Weights",
         }
         self.version = 0
-        self.loop = asyncio.new_event_loop()
+        self.loop = loop or asyncio.new_event_loop()
+        self._owns_loop = loop is None
 
         async def start() -> Any:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **settings}))
@@ -157,7 +200,8 @@ class Served:
         """End the engine's processes."""
         self.llm.shutdown()
         self.loop.run_until_complete(asyncio.sleep(0.1))
-        self.loop.close()
+        if self._owns_loop:
+            self.loop.close()
 
     async def sample(self, name: str, tokens: int, **params: Any) -> Any:
         """Generate; return the last output."""
@@ -280,15 +324,22 @@ class Run:
     def num_refits(self) -> int:
         return self.engine._refit
 
-    def verdict(self) -> Verdict:
-        """Train on all of it, close, and compare every token."""
-        truth: dict[str, list[int]] = {}
-        online = Compared()
-        versions = {token(v): v for v in range(self.first, self.served.version + 1)}
+    def compared(self) -> Compared:
+        """Compare every token with what the library says of it now."""
+        compared = Compared()
         for group, received in self.made:
             for call, tokens in zip(group.calls, received, strict=True):
-                truth[call.call] = [versions[each] for each in tokens]
-                online.add(self.staleness.spans(call), truth[call.call])
+                compared.add(self.staleness.spans(call), versions_of(tokens, self.first))
+        return compared
+
+    def verdict(self) -> Verdict:
+        """Train on all of it, close, and compare every token."""
+        truth = {
+            call.call: versions_of(tokens, self.first)
+            for group, received in self.made
+            for call, tokens in zip(group.calls, received, strict=True)
+        }
+        online = self.compared()
         step = self.staleness.on_step([group for group, _ in self.made])
         self.staleness.close()
         assert step is not None
