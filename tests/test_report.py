@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from rl_staleness import Call, StalenessCallback, steps
 from rl_staleness.cli import main
 from rl_staleness.compare import COLUMNS
-from rl_staleness.page import clean, plotly_js
+from rl_staleness.page import as_json, clean, plotly_js
 from rl_staleness.plot import INCHES, PIXELS_PER_INCH, plot
 from rl_staleness.report import report
 from rl_staleness.staleness import StepStaleness
@@ -213,7 +213,7 @@ def test_the_age_of_a_dropped_token_is_the_policys_version_then_minus_its_own(
             "event": "group_dropped",
             "group": "never published",
             "reason": "filtered",
-            "tokens": {"1": 5},
+            "tokens": {"0": 5},
             "calls": [
                 {
                     "call": "c",
@@ -231,7 +231,7 @@ def test_the_age_of_a_dropped_token_is_the_policys_version_then_minus_its_own(
     path.write_text("".join(json.dumps({"time": 1.0, **line}) + "\n" for line in lines))
     (_, row) = look_at(path).rows
     assert row.before.dropped == {"old": 30, "filtered": 9}
-    assert row.before.dropped_ages == {2: 34, 1: 5}
+    assert row.before.dropped_ages == {2: 39}
     assert row.numbers.dropped_tokens == 39
 
 
@@ -407,7 +407,7 @@ def test_huge_numbers_of_a_trace_are_drawn(tmp_path: Path) -> None:
             "version": 2**62,
             "step": 2**62,
         },
-        {"event": "group_published", "group": "g", "tokens": {"0": 2**62, "5": 1}},
+        {"event": "group_published", "group": "g", "tokens": {"0": 2**62, "1000000": 1}},
         {"event": "step_trained", "step": 2**62, "version": 2**62, "groups": ["g"]},
     ]
     path.write_text("".join(json.dumps({"time": 1e300, **line}) + "\n" for line in lines))
@@ -475,9 +475,33 @@ def test_names_in_a_trace_cannot_become_elements_or_scripts(tmp_path: Path) -> N
     assert "<img" not in own
     assert own.count("<script") == own.count("</script") == 3
     assert "\x1b" not in own and "\u2028" not in own
-    assert "\\u003cimg" in own.replace("&lt;", "\\u003c") or "&lt;img" in own
     names = [trace["name"] for trace in figures_of(page)["refits"]["data"]]
     assert names[0].startswith("&lt;/script&gt;&lt;img"), "plotly.js reads a little HTML itself"
+
+
+def test_json_in_the_page_cannot_end_its_element() -> None:
+    """Whatever a string holds, it is read back, and no tag begins in it."""
+    text = as_json({"</script><!--&\u2028": 1})
+    assert json.loads(text) == {"</script><!--&\u2028": 1}
+    assert not set(text) & set("<>&\u2028")
+
+
+def strings_of(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in (*value, *value.values()):
+            yield from strings_of(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_of(each)
+
+
+def test_no_text_of_a_chart_holds_elements_of_names(tmp_path: Path) -> None:
+    """Texts and labels of charts are read as a little HTML: names are escaped in all of them."""
+    texts = list(strings_of(figures_of(report(hostile_trace(tmp_path / "trace.jsonl")))))
+    assert sum("onerror" in text for text in texts) >= 6
+    assert not [text for text in texts if "<img" in text]
 
 
 def test_names_are_not_put_where_plotly_expands_templates(tmp_path: Path) -> None:
@@ -708,6 +732,9 @@ def test_what_is_not_installed_is_named_with_the_way_to_get_it(
     assert f"needs {missing}: pip install 'rl-staleness[report]'" in printed.err
     assert len(printed.out.splitlines()) == (3 if command == "compare" else 0)
     assert not list(tmp_path.iterdir())
+    if command != "compare":
+        assert main([command, "missing.jsonl"]) == 2
+        assert f"needs {missing}" in capsys.readouterr().err, "it is said before a trace is read"
 
 
 # In a browser.
