@@ -243,7 +243,7 @@ def refits(found: Sequence[Mark]) -> Figure:
 
 
 def _crosses(aborted: Sequence[tuple[float, Mark]]) -> Figure:
-    texts = []
+    texts: list[str] = []
     for _, mark in aborted:
         reasons = [f"{label(r.engine)}: {label(r.aborted)}" for r in mark.refits if r.aborted]
         texts.append("aborted<br>" + "<br>".join(reasons[:NAMED]))
@@ -320,7 +320,7 @@ def ages(view: RunView) -> Figure:
     dropped: Counter[int] = Counter()
     for interval in view.intervals:
         dropped.update(interval.dropped_ages)
-    data = []
+    data: list[Figure] = []
     looks: tuple[dict[str, Any], ...] = (
         {"color": TRAINED},
         {"color": "#fff", "pattern": _pattern(0), "line": {"width": 1, "color": DROPPED}},

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     parser = _Parser(prog="rl-staleness", description="How off-policy was each training batch?")
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_commands(commands)
+    _add_commands(parser)
     try:
         arguments = parser.parse_args(argv)
         with _uncollected():
@@ -84,7 +83,8 @@ def table_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
         yield header
 
 
-def _add_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser("steps", help="print the exact batch age of every step")
     _add_trace(command)
     command.add_argument("--json", action="store_true", help="one JSON object a step")
@@ -153,7 +153,7 @@ def _print_steps(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _uncollected() -> Generator[None]:
     """A long trace makes many objects and no cycles: nothing looks for them."""
     collected = gc.isenabled()
     gc.disable()

@@ -105,7 +105,7 @@ def _told_apart(sources: Sequence[str]) -> list[str]:
     ['a', 'b', 'a (2)']
     """
     seen: Counter[str] = Counter()
-    names = []
+    names: list[str] = []
     for source in sources:
         name = clean(source if len(source) <= LONGEST else f"…{source[1 - LONGEST :]}")
         seen[name] += 1
@@ -138,7 +138,7 @@ def overlay(views: dict[str, RunView]) -> str:
         "ages": _spread(views),
     }
     header = [title.replace("_", " ") for title in COLUMNS]
-    rows = []
+    rows: list[list[str]] = []
     for name, view in views.items():
         run = f"{escaped(name)}<br><small>{escaped(view.run)}</small>"
         rows.append([run, *_row("", view)[1:]])

@@ -124,7 +124,7 @@ def plotly_js() -> str:
         MissingExtra: Plotly is not installed.
     """
     try:
-        from plotly.offline import get_plotlyjs
+        from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise MissingExtra("the report needs plotly: pip install 'rl-staleness[report]'") from error
     return str(get_plotlyjs())

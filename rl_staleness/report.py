@@ -152,7 +152,7 @@ def _about(view: RunView) -> str:
 
 
 def _warnings(view: RunView) -> list[str]:
-    lines = []
+    lines: list[str] = []
     if view.undone:
         made = plural(view.undone, "step")
         lines.append(f"A resume went back behind {made}; what was made anew is shown.")
@@ -279,7 +279,7 @@ def _engines(view: RunView) -> str:
     engines = sorted({*view.refits, *view.aborted})
     if not engines:
         return ""
-    rows = []
+    rows: list[Sequence[str]] = []
     for engine in engines[:LISTED]:
         seconds = pauses.get(engine, [])
         rows.append(

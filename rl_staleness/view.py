@@ -68,9 +68,9 @@ class Interval(msgspec.Struct, kw_only=True):
     """What happened between two steps. Filled while the trace is read, left alone afterwards."""
 
     refits: list[Refit] = []
-    dropped: Counter[str] = msgspec.field(default_factory=Counter)
+    dropped: Counter[str] = msgspec.field(default_factory=Counter[str])
     """Tokens by the reason for which their groups were dropped."""
-    dropped_ages: Counter[int] = msgspec.field(default_factory=Counter)
+    dropped_ages: Counter[int] = msgspec.field(default_factory=Counter[int])
     """Those whose version is known or bounded, by the age that they had when they were dropped:
     the version that the policy had then, minus the oldest that may have sampled the token."""
 
@@ -114,10 +114,10 @@ class RunView(msgspec.Struct, kw_only=True):
     """Steps that a resume from before them made again; they are in no row."""
     found: dict[str, Found] = {}
     """Violations by name, those outside the rows included."""
-    refits: Counter[str] = msgspec.field(default_factory=Counter)
+    refits: Counter[str] = msgspec.field(default_factory=Counter[str])
     """Refits that were done, by engine."""
-    aborted: Counter[str] = msgspec.field(default_factory=Counter)
-    without_cut: Counter[str] = msgspec.field(default_factory=Counter)
+    aborted: Counter[str] = msgspec.field(default_factory=Counter[str])
+    without_cut: Counter[str] = msgspec.field(default_factory=Counter[str])
     """Refits that were done with no count of the running calls, or one that is not exact."""
     lost_lines: int = 0
 
@@ -230,7 +230,7 @@ def marks(view: RunView, most: int) -> list[Mark]:
     places.append(view.rows[-1].numbers.step + 0.5 if view.rows else 0.5)
     size = max(1, -(-len(view.rows) // most))
     parts = view.intervals
-    found = []
+    found: list[Mark] = []
     for at in range(0, len(places), size):
         together = tuple(chain.from_iterable(part.refits for part in parts[at : at + size]))
         if together:
@@ -339,7 +339,7 @@ class _Collector:
             numbers = ledger.age([event.group])
             tokens, ages = numbers.tokens, Counter(numbers.tokens_by_age)
         else:
-            ages = Counter()
+            ages = Counter[int]()
             for version, count in event.tokens.items():
                 ages[ledger.version - version] += count
             for call in event.calls:
