@@ -197,7 +197,8 @@ def _charts(view: RunView, steps: Sequence[Stretch]) -> str:
             370,
             "Which versions the batch was sampled from",
             "The share of each step's tokens that each version sampled. By version, tokens below "
-            "the line are older than the policy that was trained on them; by age, 0 is its own version.",
+            "the line are older than the policy that was trained on them; by age, 0 is its own "
+            "version.",
         ),
         (
             "tokens",
