@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 import msgspec
 
+from rl_staleness.compare import compared, find_trace, overlay, text_table
+from rl_staleness.page import MissingExtra
+from rl_staleness.plot import plot
+from rl_staleness.report import report
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import steps
 
@@ -46,16 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     parser = _Parser(prog="rl-staleness", description="How off-policy was each training batch?")
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("steps", help="print the exact batch age of every step")
-    command.add_argument("trace", metavar="TRACE", help="rollout_trace.jsonl, or .jsonl.gz")
-    command.add_argument("--json", action="store_true", help="one JSON object a step")
+    _add_commands(parser)
     try:
         arguments = parser.parse_args(argv)
-        _print_steps(arguments.trace, as_json=arguments.json)
+        with _uncollected():
+            arguments.run(arguments)
         if sys.stdout is not None:  # it was closed before we began
             sys.stdout.flush()
-    except _Usage as error:
+    except (_Usage, MissingExtra) as error:
         return _fail(f"{parser.prog}: {error}")
     except KeyboardInterrupt:
         return 130
@@ -81,14 +85,82 @@ def table_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
         yield header
 
 
-def _print_steps(path: str, *, as_json: bool) -> None:
-    numbers = steps(path)
-    rows = _json_rows(numbers) if as_json else table_rows(numbers)
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("steps", help="print the exact batch age of every step")
+    _add_trace(command)
+    command.add_argument("--json", action="store_true", help="one JSON object a step")
+    command.set_defaults(run=_print_steps)
+
+    command = commands.add_parser("report", help="draw a run: one HTML file that opens anywhere")
+    _add_trace(command)
+    _add_output(command, "staleness_report.html")
+    command.set_defaults(run=_report)
+
+    command = commands.add_parser("plot", help="draw a run: one PNG")
+    _add_trace(command)
+    _add_output(command, "staleness.png")
+    command.set_defaults(run=_plot)
+
+    command = commands.add_parser("compare", help="lay runs side by side: a table and an overlay")
+    command.add_argument(
+        "sources",
+        metavar="RUN",
+        nargs="+",
+        help="two or more traces, or directories that hold rollout_trace.jsonl or .jsonl.gz",
+    )
+    _add_output(command, "staleness_compare.html")
+    command.set_defaults(run=_compare)
+
+
+def _add_trace(command: argparse.ArgumentParser) -> None:
+    command.add_argument("trace", metavar="TRACE", help="rollout_trace.jsonl, or .jsonl.gz")
+
+
+def _add_output(command: argparse.ArgumentParser, default: str) -> None:
+    text = "the file to write, default %(default)s"
+    command.add_argument("-o", "--output", metavar="FILE", default=default, help=text)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    _write(arguments.output, report(arguments.trace).encode())
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    _write(arguments.output, plot(arguments.trace))
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    if len(arguments.sources) < 2:
+        raise _Usage("compare: one run cannot be compared; name two or more")
+    for source in arguments.sources:
+        find_trace(source)
+    views = compared(arguments.sources)
+    for row in text_table(views):
+        print(row)
+    sys.stdout.flush()
+    _write(arguments.output, overlay(views).encode())
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+    print(f"wrote {os.path.abspath(path)}", file=sys.stderr)
+
+
+def _print_steps(arguments: argparse.Namespace) -> None:
+    numbers = steps(arguments.trace)
+    for row in _json_rows(numbers) if arguments.json else table_rows(numbers):
+        print(row)
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """A long trace makes many objects and no cycles: nothing looks for them."""
     collected = gc.isenabled()
-    gc.disable()  # a long trace makes many objects and no cycles
+    gc.disable()
     try:
-        for row in rows:
-            print(row)
+        yield
     finally:
         if collected:
             gc.enable()

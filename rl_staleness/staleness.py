@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["StepStaleness", "Versions", "measure"]
+__all__ = ["StepStaleness", "Versions", "measure", "quantile"]
 
 LOGGED = (
     "batch_age",
@@ -166,8 +166,8 @@ def measure(
     return StepStaleness(
         batch_age=share(age, aged),
         age_max=max(ages, default=None),
-        age_p50=_quantile(ages, aged, 50),
-        age_p95=_quantile(ages, aged, 95),
+        age_p50=quantile(ages, aged, 50),
+        age_p95=quantile(ages, aged, 95),
         age_in_flight=share(in_flight, aged),
         age_in_queue=share(age - in_flight, aged),
         batch_age_refits=share(refits, aged),
@@ -181,7 +181,7 @@ def measure(
     )
 
 
-def _quantile(ages: Counter[int], tokens: int, percent: int) -> int | None:
+def quantile(ages: Mapping[int, int], tokens: int, percent: int) -> int | None:
     """The smallest age a such that at least this share of the tokens has age <= a; exact."""
     reached = 0
     for age in sorted(ages):
