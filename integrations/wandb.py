@@ -38,6 +38,9 @@ __all__ = ["WandbSink", "active_sink"]
 AXIS = "staleness/step"
 HISTOGRAM = "staleness/age_histogram"
 
+HISTOGRAM_PARTS = "_type", "values", "bins"
+"""What W&B makes of a histogram: keys of which each would fall under a glob of the trainer."""
+
 BINS = 512
 """A histogram of W&B has no more."""
 
@@ -291,6 +294,8 @@ class _Writer:
         run.define_metric(AXIS, hidden=True)
         for key in (*(f"staleness/{name}" for name in LOGGED), HISTOGRAM):
             run.define_metric(key, step_metric=AXIS, step_sync=False)
+        for part in HISTOGRAM_PARTS:
+            run.define_metric(f"{HISTOGRAM}.{part}", step_metric=AXIS, step_sync=False, hidden=True)
         self._is_counted = not (run.disabled or run.settings.mode == "shared")
         self._declared = True
 

@@ -95,15 +95,23 @@ def stub() -> Iterator[StubServer]:
     server.stop()
 
 
-def settle(sink: WandbSink) -> None:
-    """Let the sink's thread finish what it was given."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        known = sum(w.taken + len(w.backlog) for w in sink._writers) + len(sink._waiting)
-        if known == sink._logged:
-            return
-        time.sleep(0.001)
-    raise AssertionError("the sink's thread is stuck")
+class Watched(WandbSink):
+    """A sink whose thread can be waited for."""
+
+    handled = 0
+
+    def _take(self, run: Any, step: StepStaleness) -> None:
+        try:
+            super()._take(run, step)
+        finally:
+            self.handled += 1
+
+    def settle(self) -> None:
+        """Let the thread finish what it was given."""
+        end = time.monotonic() + 20
+        while self.handled < self._logged:
+            assert time.monotonic() < end, "the sink's thread is stuck"
+            time.sleep(0.001)
 
 
 def close(sink: WandbSink, trace: str | None = None, timeout: float = 20.0) -> str | None:
@@ -200,13 +208,13 @@ def test_no_row_is_lost_or_moved(pattern: Log, before: bool, pace: str) -> None:
     run = new_run()
     if pattern in GLOBBED:
         define_glob(run, "train/global_step")
-    sink = WandbSink()
+    sink = Watched()
     theirs = []
     for k in range(1, STEPS + 1):
         if before:
             sink.log(numbers(k))
         if pace == "settled":
-            settle(sink)
+            sink.settle()
         theirs += pattern(run, k)
         if not before:
             sink.log(numbers(k))
@@ -217,3 +225,428 @@ def test_no_row_is_lost_or_moved(pattern: Log, before: bool, pace: str) -> None:
     assert [row for row in theirs if sum(holds(r, row) for r in file.rows) != 1] == []
     assert file.summary["staleness/batch_age"] == expected()[-1][1]
     assert file.summary[AXIS] == STEPS
+
+
+@pytest.mark.parametrize("axis", ["train/global_step", "trainer/global_step"])
+def test_a_glob_of_the_trainer_gets_hold_of_no_row(axis: str) -> None:
+    """Hugging Face's and Lightning's "*" puts its axis into no row of ours, in 40 repeats."""
+    run = new_run()
+    define_glob(run, axis)
+    run.log({"loss": 1, axis: 1})
+    sink = Watched()
+    sink.log(numbers(1))
+    sink.settle()
+    for repeat in range(40):
+        run.log({})
+        run.log({"loss": repeat, axis: repeat})
+        sink.log(numbers(repeat + 2))
+        sink.settle()
+    assert close(sink) is None
+    run.finish()
+    rows = RunFile(run.sync_dir).rows
+    foreign = [row for row in rows if AXIS in row and axis in row and "loss" not in row]
+    assert foreign == []
+
+
+def test_keys_are_declared_by_their_exact_names() -> None:
+    """One definition a key, none of them a glob; the axis is hidden."""
+    run = new_run()
+    sink = WandbSink()
+    for k in (1, 2):
+        sink.log(numbers(k))
+    close(sink)
+    run.finish()
+    metrics = RunFile(run.sync_dir).of("metric")
+    ours = [*(f"staleness/{name}" for name in LOGGED), HISTOGRAM]
+    parts = [f"{HISTOGRAM}.{part}" for part in ("_type", "values", "bins")]
+    assert [m.name for m in metrics if m.step_metric == AXIS] == ours + parts
+    assert [(m.name, m.options.hidden) for m in metrics if not m.step_metric] == [(AXIS, True)]
+    assert [m.glob_name for m in metrics if m.glob_name] == []
+
+
+def test_definitions_are_in_the_config_under_one_key() -> None:
+    """A reader of the run sees what the numbers mean, also where an older version noted others."""
+    run = new_run(config={"rl_staleness": {"unit": "steps"}, "lr": 1})
+    sink = WandbSink()
+    sink.log(numbers(1))
+    close(sink)
+    assert run.config["rl_staleness"]["unit"] == "policy updates"
+    assert run.config["lr"] == 1
+
+
+def test_a_row_holds_every_number_and_a_histogram() -> None:
+    """The fifteen scalars are the floats of the step, the bins of the histogram are ages."""
+    run = new_run()
+    sink = WandbSink()
+    step = numbers(3, {0: 30, 2: 10})
+    sink.log(step)
+    close(sink)
+    run.finish()
+    (row,) = RunFile(run.sync_dir).rows
+    assert {k: v for k, v in row.items() if k.startswith("staleness/age_histogram")} == {
+        f"{HISTOGRAM}._type": "histogram",
+        f"{HISTOGRAM}.values": [30, 0, 10],
+        f"{HISTOGRAM}.bins": [0, 1, 2, 3],
+    }
+    scalars = {k: row[k] for k in row if k.startswith("staleness/") and HISTOGRAM not in k}
+    assert scalars == {**step.metrics(), AXIS: 3}
+    assert len(scalars) == 16
+
+
+def test_a_step_without_tokens_leaves_out_what_it_does_not_have() -> None:
+    """No null, no zero: the key is not there; the counts are."""
+    run = new_run()
+    sink = WandbSink()
+    sink.log(numbers(1, {}))
+    assert close(sink) is None
+    run.finish()
+    (row,) = RunFile(run.sync_dir).rows
+    assert "staleness/batch_age" not in row
+    assert f"{HISTOGRAM}.values" not in row
+    assert row["staleness/tokens"] == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_left_out_and_told(value: float) -> None:
+    """W&B would store it; the row's other numbers are there."""
+    run = new_run()
+    sink = WandbSink()
+    sink.log(msgspec.structs.replace(numbers(1), refit_seconds=value))
+    assert close(sink) == "1 values are left out because they are not finite"
+    run.finish()
+    (row,) = RunFile(run.sync_dir).rows
+    assert "staleness/refit_seconds" not in row
+    assert points([row]) == expected(range(1, 2))
+
+
+@given(
+    st.dictionaries(
+        st.integers(-600, 600) | st.integers(-(2**62), 2**62),
+        st.integers(1, 2**40),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_bins(tokens_by_age: dict[int, int]) -> None:
+    """Every token is in the bin of its age; the edges are whole numbers, at most 512 bins."""
+    counts, edges = integration._bins(tokens_by_age)
+    assert len(counts) <= integration.BINS
+    assert len(edges) == len(counts) + 1
+    widths = {after - before for before, after in zip(edges, edges[1:], strict=False)}
+    assert len(widths) == 1
+    for count, start, stop in zip(counts, edges, edges[1:], strict=False):
+        assert count == sum(n for age, n in tokens_by_age.items() if start <= age < stop)
+    assert sum(counts) == sum(tokens_by_age.values())
+    if max(tokens_by_age) - min(tokens_by_age) < integration.BINS:
+        assert widths == {1}
+    wandb.Histogram(np_histogram=(counts, edges))
+
+
+# Which run.
+
+
+def test_the_sink_is_one() -> None:
+    """It has what the callback asks for."""
+    assert isinstance(WandbSink(), Sink)
+
+
+@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")], ids=["absent", "a folder"])
+def test_without_wandb_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, found: types.ModuleType | None
+) -> None:
+    """Asked for and not installed; a folder wandb/ of old runs is not the package."""
+    monkeypatch.setitem(sys.modules, "wandb", found)
+    with pytest.raises(ImportError, match=r"pip install 'rl-staleness\[wandb\]'"):
+        WandbSink()
+    assert active_sink() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"run": "e/p/abc"}, "^run: 'e/p/abc'"),
+        ({"alert_above": float("nan")}, "^alert_above: nan"),
+        ({"alert_coverage_below": float("inf")}, "^alert_coverage_below: inf"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    """What cannot be used is refused at construction, by name."""
+    with pytest.raises(ValueError, match=message):
+        WandbSink(**arguments)
+
+
+def test_without_a_run_nothing_is_made_and_close_says_what_to_do() -> None:
+    """The library creates no run."""
+    assert active_sink() is None
+    sink = WandbSink()
+    for k in (1, 2):
+        sink.log(numbers(k))
+    assert close(sink) == (
+        "W&B did not take 2 of 2 steps; no run was active: call wandb.init() first, or pass run="
+    )
+    assert wandb.run is None
+    assert not Path("wandb").exists()
+
+
+def test_without_a_run_and_without_steps_there_is_nothing_to_say(tmp_path: Path) -> None:
+    """An empty training is no complaint."""
+    assert close(WandbSink(), trace=str(tmp_path / "trace")) is None
+
+
+def test_the_run_is_only_a_guest_house() -> None:
+    """It is neither finished nor renamed, and goes on after `close`."""
+    run = new_run(name="theirs", tags=["a"], notes="n")
+    sink = active_sink()
+    assert sink is not None
+    sink.log(numbers(1))
+    assert close(sink) is None
+    assert close(sink) is None
+    assert wandb.run is run
+    assert (run.name, run.tags, run.notes) == ("theirs", ("a",), "n")
+    run.log({"loss": 1.0})
+    run.finish()
+    assert any(row.get("loss") == 1 for row in RunFile(run.sync_dir).rows)
+    with pytest.raises(RuntimeError, match="step 2 after close"):
+        sink.log(numbers(2))
+
+
+def test_a_run_that_starts_late_gets_the_steps_before_it() -> None:
+    """The sink looks again at every step."""
+    sink = WandbSink()
+    for k in (1, 2):
+        sink.log(numbers(k))
+    run = new_run()
+    for k in (3, 4):
+        sink.log(numbers(k))
+    assert close(sink) is None
+    run.finish()
+    assert sorted(points(RunFile(run.sync_dir).rows)) == expected(range(1, 5))
+
+
+@pytest.mark.parametrize("reinit", ["finish_previous", "return_previous", "create_new"])
+def test_another_run_gets_the_steps_from_then_on(reinit: str) -> None:
+    """What `wandb.init` does while a run is active decides which run the next step goes to."""
+    first = new_run()
+    sink = Watched()
+    for k in (1, 2):
+        sink.log(numbers(k))
+        sink.settle()
+        first.log({"loss": k})
+    second = new_run(reinit=reinit)
+    for k in (3, 4):
+        sink.log(numbers(k))
+        sink.settle()
+        (first if reinit == "create_new" else second).log({"loss": k})
+    assert close(sink) is None
+    second.finish()
+    first.finish()
+    in_first = [1, 2] if reinit == "finish_previous" else [1, 2, 3, 4]
+    in_second = {"finish_previous": [3, 4], "return_previous": in_first, "create_new": []}[reinit]
+    for run, steps in ((first, in_first), (second, in_second)):
+        rows = RunFile(run.sync_dir).rows
+        assert points(rows) == [(k, numbers(k).batch_age) for k in steps]
+
+
+def test_a_run_that_is_passed_is_the_one() -> None:
+    """`create_new` leaves wandb.run empty; another active run is not touched."""
+    active = new_run()
+    given_run = new_run(reinit="create_new")
+    sink = WandbSink(given_run)
+    for k in (1, 2, 3):
+        sink.log(numbers(k))
+    assert close(sink) is None
+    given_run.finish()
+    active.finish()
+    assert points(RunFile(given_run.sync_dir).rows) == expected(range(1, 4))
+    assert RunFile(active.sync_dir).rows == []
+
+
+def test_a_disabled_run_is_no_complaint(tmp_path: Path) -> None:
+    """The user wants nothing, nothing is missing."""
+    (tmp_path / "trace").write_bytes(b"")
+    run = new_run(mode="disabled")
+    sink = WandbSink(run)
+    for k in range(1, 4):
+        sink.log(numbers(k))
+    assert close(sink, trace=str(tmp_path / "trace")) is None
+
+
+def test_a_run_that_is_finished_before_us(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No exception reaches anybody, nothing hangs; what is missing is counted, logged once."""
+    (tmp_path / "trace").write_bytes(b"")
+    run = new_run()
+    sink = Watched()
+    sink.log(numbers(1))
+    sink.settle()
+    run.finish()
+    with caplog.at_level(logging.ERROR):
+        for k in (2, 3):
+            sink.log(numbers(k))
+        began = time.monotonic()
+        line = close(sink, trace=str(tmp_path / "trace"), timeout=20)
+    assert time.monotonic() - began < 5
+    assert line is not None
+    assert line.startswith("W&B did not take 2 of 3 steps and the trace; ")
+    assert [r.message for r in caplog.records].count(
+        "rl_staleness: giving a step to W&B failed; training goes on, this is logged once"
+    ) == 1
+    assert points(RunFile(run.sync_dir).rows) == expected(range(1, 2))
+
+
+def test_the_steps_of_a_finished_run_can_be_given_to_another() -> None:
+    """What a run missed is in the trace; a sink of a new run takes the same numbers."""
+    with StalenessCallback() as staleness:
+        for _ in range(3):
+            staleness.on_step([])
+    from rl_staleness.trace import steps
+
+    run = new_run()
+    sink = WandbSink(run)
+    for step in steps(Path("rollout_trace.jsonl")):
+        sink.log(step)
+    assert close(sink) is None
+    run.finish()
+    assert sorted(row[AXIS] for row in RunFile(run.sync_dir).rows) == [1, 2, 3]
+
+
+def test_a_fork_goes_on_with_the_run() -> None:
+    """A thread does not survive a fork; the sink starts another."""
+    run = new_run()
+    sink = Watched()
+    sink.log(numbers(1))
+    sink.settle()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sink.log(numbers(2))
+            status = 0 if close(sink) is None else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    run.finish()
+    assert sorted(points(RunFile(run.sync_dir).rows)) == expected(range(1, 3))
+
+
+# The artifact.
+
+
+def record(steps: int = 3) -> tuple[Path, Any]:
+    """A trace that the callback wrote, with the sink beside it, and the run; it is closed."""
+    run = new_run()
+    with StalenessCallback(sinks=[WandbSink()]) as staleness:
+        for k in range(1, steps + 1):
+            with staleness.group() as group:
+                pass
+            staleness.on_publish(group)
+            staleness.on_step([group])
+            run.log({"loss": k})
+    return Path("rollout_trace.jsonl"), run
+
+
+def test_the_trace_is_an_artifact_of_the_run() -> None:
+    """Packed, under the run's name, with what a reader wants to know before he fetches it."""
+    trace, run = record()
+    run.finish()
+    (artifact,) = RunFile(run.sync_dir).of("artifact")
+    assert artifact.name == f"staleness-trace-{run.id}"
+    assert artifact.type == "rl-staleness-trace"
+    assert list(artifact.aliases) == ["latest", "final"]
+    assert json.loads(artifact.metadata) == {
+        "schema": 1,
+        "rows": len(trace.read_bytes().splitlines()),
+        "first_step": 1,
+        "last_step": 3,
+        "sha256": hashlib.sha256(trace.read_bytes()).hexdigest(),
+    }
+    (entry,) = artifact.manifest.contents
+    assert entry.path == "rollout_trace.jsonl.gz"
+    assert Path(entry.local_path).is_relative_to(run.sync_dir)
+    assert gzip.decompress(Path(entry.local_path).read_bytes()) == trace.read_bytes()
+
+
+def test_the_files_say_the_same_by_wandbs_own_reader() -> None:
+    """`wandb leet inspect` and the reader of these tests agree on rows and artifact."""
+    _, run = record()
+    run.finish()
+    file = RunFile(run.sync_dir)
+    program = Path(sys.executable).with_name("wandb")
+    output = subprocess.run(
+        [program, "leet", "inspect", "--json", file.path],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    records = [json.loads(line) for line in output.splitlines()]
+    theirs = [r["history"]["item"] for r in records if r["type"] == "history"]
+    assert theirs == file.rows
+    assert sorted(row[AXIS] for row in theirs if AXIS in row) == [1, 2, 3]
+    (artifact,) = [r["artifact"] for r in records if r["type"] == "artifact"]
+    assert artifact["name"] == f"staleness-trace-{run.id}"
+
+
+def test_an_artifact_needs_no_folder_of_the_run(tmp_path: Path) -> None:
+    """Where the run's folder cannot be written the packed trace is put elsewhere."""
+    run = types.SimpleNamespace(sync_dir="/proc/run")
+    folder = Path(integration._folder(run))
+    (folder / "file").write_text("")
+    (folder / "file").unlink()
+    folder.rmdir()
+
+
+def test_home_and_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B falls back to a temporary folder; nothing of ours wants a staging area in HOME."""
+    for name in ("HOME", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, "/proc/home")
+    run = wandb.init(project="p", mode="offline", dir="/proc/runs", settings=settings())
+    Path("trace").write_bytes(b"")
+    sink = WandbSink()
+    sink.log(numbers(1))
+    assert close(sink, trace="trace") is None
+    run.finish()
+    file = RunFile(run.sync_dir)
+    assert points(file.rows) == expected(range(1, 2))
+    assert [a.name for a in file.of("artifact")] == [f"staleness-trace-{run.id}"]
+
+
+def test_a_trace_that_is_gone_is_told(tmp_path: Path) -> None:
+    """The numbers are there, the line names the rest."""
+    run = new_run()
+    sink = WandbSink()
+    sink.log(numbers(1))
+    line = close(sink, trace=str(tmp_path / "gone.jsonl"))
+    assert line == "W&B did not take the trace; giving W&B the trace failed"
+    run.finish()
+    assert points(RunFile(run.sync_dir).rows) == expected(range(1, 2))
+
+
+# Alerts.
+
+
+def test_alerts_once_a_crossing() -> None:
+    """Opt-in; not again before the value was back; a step without the value is no news."""
+    run = new_run()
+    sink = WandbSink(alert_above=1.5, alert_coverage_below=0.5)
+    ages = [{1: 1}, {2: 1}, {}, {3: 1}, {1: 1}, {2: 1}]
+    for k, tokens_by_age in enumerate(ages, 1):
+        coverage = 0.25 if k > 4 else 0.75
+        sink.log(msgspec.structs.replace(numbers(k, tokens_by_age), coverage=coverage))
+    assert close(sink) is None
+    run.finish()
+    assert [(a.title, a.text) for a in RunFile(run.sync_dir).of("alert")] == [
+        ("Batch age above 1.5", "Batch age is 2, above 1.5."),
+        ("Coverage below 0.5", "Coverage is 0.25, below 0.5."),
+        ("Batch age above 1.5", "Batch age is 2, above 1.5."),
+    ]
+
+
+def test_no_alert_unless_asked_for() -> None:
+    """With a dead server an alert makes `finish` ignore its limit in time."""
+    run = new_run()
+    sink = WandbSink()
+    sink.log(numbers(1, {1000: 1}))
+    close(sink)
+    run.finish()
+    assert RunFile(run.sync_dir).of("alert") == []
