@@ -69,6 +69,9 @@ class WandbSink:
 
     Args:
         run: what ``wandb.init()`` returned; default: the active run, looked up at every step.
+        keep_counter: leave out the steps that found no place, instead of giving them rows at the
+            end, which moves the run's counter: for a run that will be resumed by a trainer that
+            names its steps (``step=``) and logs less often than it steps.
         alert_above: send an alert when the batch age rises above this many updates.
         alert_coverage_below: send one when the coverage falls below this share.
 
@@ -81,6 +84,7 @@ class WandbSink:
         self,
         run: Run | None = None,
         *,
+        keep_counter: bool = False,
         alert_above: float | None = None,
         alert_coverage_below: float | None = None,
     ) -> None:
@@ -94,6 +98,7 @@ class WandbSink:
             if limit is not None and not math.isfinite(limit):
                 raise ValueError(f"{name}: {limit!r} is no limit; pass a finite number")
         self._given = run
+        self._keep_counter = keep_counter
         self._highest_age = alert_above
         self._lowest_coverage = alert_coverage_below
         self._crossed: set[str] = set()
@@ -213,7 +218,7 @@ class WandbSink:
         last = self._writer(run)
         for writer in self._writers:
             with self._guard("giving W&B the steps that waited"):
-                writer.finish(deadline)
+                writer.finish(deadline, keep_counter=self._keep_counter)
         if trace is not None and last is not None and time.monotonic() < deadline:
             with self._guard("giving W&B the trace"):
                 _attach(self._wandb, last.run, trace)
@@ -256,12 +261,16 @@ class _Writer:
         elif counter != self._place:
             self._put(self.backlog.pop(), counter)
 
-    def finish(self, deadline: float) -> None:
+    def finish(self, deadline: float, *, keep_counter: bool) -> None:
         """Give every step that waits a row of its own: the trainer has logged its last."""
         if not self.backlog:
             return
         newest = max((*self.backlog, *filter(None, [self._latest])), key=lambda step: step.step)
         counter = self._counter()
+        if keep_counter and counter is not None and not self._is_free(counter):
+            if counter != self._place:
+                self._put(self.backlog.pop(), counter)
+            return
         while self.backlog and time.monotonic() < deadline:
             counter = self._put(self.backlog.popleft(), counter)
         if newest is not self._latest:  # the summary shows the last row

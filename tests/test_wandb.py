@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -553,7 +554,7 @@ def test_the_trace_is_an_artifact_of_the_run() -> None:
     (artifact,) = RunFile(run.sync_dir).of("artifact")
     assert artifact.name == f"staleness-trace-{run.id}"
     assert artifact.type == "rl-staleness-trace"
-    assert list(artifact.aliases) == ["latest", "final"]
+    assert sorted(artifact.aliases) == ["final", "latest"]
     assert json.loads(artifact.metadata) == {
         "schema": 1,
         "rows": len(trace.read_bytes().splitlines()),
@@ -650,3 +651,208 @@ def test_no_alert_unless_asked_for() -> None:
     close(sink)
     run.finish()
     assert RunFile(run.sync_dir).of("alert") == []
+
+
+# Online.
+
+
+def test_online(stub: StubServer, tmp_path: Path) -> None:
+    """What the server gets: rows and the artifact with what it says of the trace."""
+    (tmp_path / "trace").write_bytes(b"")
+    run = online(stub)
+    sink = WandbSink()
+    for k in range(1, STEPS + 1):
+        sink.log(numbers(k))
+        hf(run, k)
+    assert close(sink, trace=str(tmp_path / "trace")) is None
+    run.finish()
+    assert sorted(points(stub.rows(run.id))) == expected()
+    (artifact,) = stub.artifacts
+    assert artifact["artifactCollectionName"] == f"staleness-trace-{run.id}"
+    assert sorted(a["alias"] for a in artifact["aliases"]) == ["final", "latest"]
+    assert json.loads(artifact["metadata"])["rows"] == 0
+
+
+def test_the_server_goes_away_and_comes_back(stub: StubServer, tmp_path: Path) -> None:
+    """Nobody waits, `close` keeps its limit; when the server is back every row gets there."""
+    (tmp_path / "trace").write_bytes(b"")
+    run = online(stub)
+    sink = Watched()
+    slowest = 0.0
+    for k in range(1, STEPS + 1):
+        if k == 4:
+            stub.stop()
+        began = time.perf_counter()
+        sink.log(numbers(k))
+        slowest = max(slowest, time.perf_counter() - began)
+        sink.settle()
+        hf(run, k)
+    began = time.monotonic()
+    line = close(sink, trace=str(tmp_path / "trace"), timeout=1.0)
+    assert time.monotonic() - began < 2
+    assert line == "W&B did not take the trace"
+    assert slowest < 0.1
+    stub.start()
+    run.finish()
+    assert sorted(points(stub.rows(run.id))) == expected()
+    assert [row["train/loss"] for row in stub.rows(run.id) if "train/loss" in row] == [
+        *range(1, STEPS + 1)
+    ]
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_a_server_that_refuses(stub: StubServer, tmp_path: Path, status: int) -> None:
+    """A token that expired, a run that was deleted: the training sees nothing of it."""
+    (tmp_path / "trace").write_bytes(b"")
+    run = online(stub)
+    sink = Watched()
+    sink.log(numbers(1))
+    sink.settle()
+    stub.refuse = status
+    for k in (2, 3):
+        sink.log(numbers(k))
+        hf(run, k)
+    began = time.monotonic()
+    line = close(sink, trace=str(tmp_path / "trace"), timeout=2.0)
+    assert time.monotonic() - began < 3
+    assert line is not None
+    assert line.startswith("W&B did not take the trace")
+    stub.refuse = None
+
+
+@pytest.mark.parametrize("pattern", [hf, ex, ex5, nemo, tok], ids=lambda p: p.__name__)
+def test_a_resumed_run_goes_on(stub: StubServer, pattern: Log) -> None:
+    """The counter of a resumed run is not that of its process; no row falls below it."""
+    theirs = []
+    for first in (1, 11):
+        run = online(stub, id="resumed", resume="allow")
+        sink = Watched(keep_counter=True)
+        for k in range(first, first + 10):
+            sink.log(numbers(k))
+            sink.settle()
+            theirs += pattern(run, k)
+        line = close(sink)
+        run.finish()
+        assert line == ("W&B did not take 7 of 10 steps" if pattern is ex5 else None)
+    rows = stub.rows("resumed")
+    assert [row for row in theirs if sum(holds(r, row) for r in rows) != 1] == []
+    if pattern is not ex5:
+        assert sorted(points(rows)) == expected(range(1, 21))
+
+
+WRITER = """
+import sys
+from tests.test_wandb import *
+url, who = sys.argv[1], int(sys.argv[2])
+own = settings(base_url=url, api_key="0" * 40, x_primary=who == 0, x_update_finish_state=who == 0)
+run = wandb.init(project="p", entity="e", id="shared", mode="shared", settings=own)
+sink = WandbSink()
+for k in range(1, STEPS + 1):
+    if who == 0:
+        sink.log(numbers(k))
+    run.log({f"loss{who}": k})
+assert who == 1 or close(sink) is None
+run.finish()
+"""
+
+
+def script(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Another process that runs the code."""
+    root = str(Path(__file__).parent.parent)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_share_a_run(stub: StubServer) -> None:
+    """In shared mode there is no counter to look at, and none that could be moved."""
+    writers = [script(WRITER, stub.url, str(who)) for who in (0, 1)]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
+    rows = [row for _, row in stub.received if _ == "shared"]
+    assert sorted(points(rows)) == expected()
+    for who in (0, 1):
+        assert sorted(r[f"loss{who}"] for r in rows if f"loss{who}" in r) == [*range(1, STEPS + 1)]
+
+
+# The process ends as it should not.
+
+
+def core_of(pid: int) -> int:
+    """The process in which W&B does its work for another."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_text()
+            if "wandb-core" in command and f"--pid\0{pid}\0" in command:
+                return int(folder.name)
+    raise AssertionError("there is none")
+
+
+DIES = """
+import sys
+from tests.test_wandb import *
+run = new_run()
+staleness = StalenessCallback(sinks=[WandbSink()])
+for k in range(1, 201):
+    staleness.on_step([])
+    run.log({"loss": k})
+print(run.sync_dir, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_killed(how: signal.Signals) -> None:
+    """The trace has every step; W&B has what it wrote by then, on the right place."""
+    process = script(DIES)
+    assert process.stdout is not None and process.stdin is not None
+    folder = process.stdout.readline().strip()
+    process.send_signal(how)
+    assert process.wait(timeout=30) == -how
+    from rl_staleness.trace import steps
+
+    assert [step.step for step in steps(Path("rollout_trace.jsonl"))] == list(range(1, 201))
+    rows = RunFile(folder, finished=False).rows
+    ours = [row[AXIS] for row in rows if AXIS in row]
+    assert len(ours) == len(set(ours))
+    assert [row for row in rows if "loss" in row and AXIS in row and row[AXIS] > 200] == []
+
+
+STOPPED = """
+import signal, sys
+from tests.test_wandb import *
+run = new_run()
+sink = Watched()
+sink.log(numbers(1))
+sink.settle()
+core = core_of(os.getpid())
+os.kill(core, signal.SIGSTOP)
+took = []
+try:
+    for k in range(2, 5000):
+        began = time.perf_counter()
+        sink.log(numbers(k))
+        took.append(time.perf_counter() - began)
+    began = time.monotonic()
+    line = sink.close(trace=None, timeout=1.0)
+    took_to_close = time.monotonic() - began
+finally:
+    os.kill(core, signal.SIGCONT)
+took.sort()
+print(json.dumps([took[int(0.99 * len(took))], took_to_close, line]))
+"""
+
+
+def test_a_client_that_hangs() -> None:
+    """W&B's own process is stopped: the training does not wait for it, `close` no longer than told.
+    """
+    process = script(STOPPED)
+    output, _ = process.communicate(timeout=60)
+    p99, took_to_close, line = json.loads(output)
+    assert p99 < 0.01
+    assert took_to_close < 2
+    assert line.startswith("W&B did not take ")
+    assert line.endswith(" of 4999 steps")

@@ -20,6 +20,8 @@ class StubServer:
     def __init__(self) -> None:
         self.history: dict[str, dict[int, dict[str, Any]]] = {}
         """By run: rows by their place in the stream; a row that is sent again takes its place."""
+        self.received: list[tuple[str, dict[str, Any]]] = []
+        """Run and row, as they came, also twice."""
         self.operations: list[str] = []
         self.alerts: list[dict[str, Any]] = []
         self.artifacts: list[dict[str, Any]] = []
@@ -71,7 +73,23 @@ class StubServer:
             case "ServerFeaturesQuery":
                 return {"serverInfo": {"features": []}}
             case "RunResumeStatus":
-                return {"model": {"id": "p", "name": "p", "entity": project["entity"]}}
+                model = {"id": "p", "name": "p", "entity": project["entity"], "bucket": None}
+                rows = self.rows(variables["name"])
+                if rows:
+                    tail = json.dumps([json.dumps(rows[-1])])
+                    model["bucket"] = run | {
+                        "name": variables["name"],
+                        "historyLineCount": len(rows),
+                        "eventsLineCount": 0,
+                        "logLineCount": 0,
+                        "historyTail": tail,
+                        "eventsTail": "[]",
+                        "summaryMetrics": "{}",
+                        "config": "{}",
+                        "tags": [],
+                        "wandbConfig": json.dumps({"t": 1}),
+                    }
+                return {"model": model}
             case "CreateRunFiles":
                 return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
             case "NotifyScriptableRunAlert":
@@ -119,6 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             kept = self.server_stub.history.setdefault(run, {})
             for place, line in enumerate(chunk["content"], chunk["offset"]):
                 kept[place] = json.loads(line)
+                self.server_stub.received.append((run, kept[place]))
 
     def reply(self, value: object, status: int = 200) -> None:
         body = json.dumps(value).encode()
