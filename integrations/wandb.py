@@ -133,8 +133,9 @@ class WandbSink:
             return None
         self._end = self._run(), trace, time.monotonic() + timeout
         self._inbox.put(None)
-        self._ensure_thread().join(timeout)
-        return self._missing()
+        thread = self._ensure_thread()
+        thread.join(timeout)
+        return self._missing("" if not thread.is_alive() else f"no answer within {timeout:g} s")
 
     def _run(self) -> Any:
         return self._wandb.run if self._given is None else self._given
@@ -147,8 +148,8 @@ class WandbSink:
             self._thread.start()
         return self._thread
 
-    def _missing(self) -> str | None:
-        """What W&B did not take, in one line."""
+    def _missing(self, silence: str) -> str | None:
+        """What W&B did not take and why, in one line."""
         assert self._end is not None
         run, trace, _ = self._end
         writers = tuple(self._writers)
@@ -156,11 +157,15 @@ class WandbSink:
         lacking = [f"{rows} of {self._logged} steps"] if rows else []
         if trace is not None and not self._attached and (writers or rows):
             lacking.append("the trace")
-        parts = [f"W&B did not take {' and '.join(lacking)}"] if lacking else []
-        if lacking and run is None and not writers:
-            parts.append("no run was active: call wandb.init() first, or pass run=")
-        elif lacking and self._guard.failures:
-            parts.append(", ".join(f"{what} failed" for what in self._guard.failures))
+        parts = []
+        if lacking:
+            reasons = [silence] if silence else []
+            if run is None and not writers:
+                reasons.append("no run was active: call wandb.init() first, or pass run=")
+            elif self._keep_counter and rows:
+                reasons.append("the run's counter was kept")
+            reasons += [f"{what} failed" for what in self._guard.failures]
+            parts = [f"W&B did not take {' and '.join(lacking)}", *reasons]
         if not_finite := sum(writer.not_finite for writer in writers):
             parts.append(f"{not_finite} values are left out because they are not finite")
         return "; ".join(parts) or None

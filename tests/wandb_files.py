@@ -77,6 +77,4 @@ class RunFile:
 
 
 def _items(items: Any) -> dict[str, Any]:
-    return {
-        ".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items
-    }
+    return {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
