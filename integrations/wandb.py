@@ -249,8 +249,6 @@ class _Writer:
         self._is_counted = True
         self._origin: int | None = None
         """The counter when it was first seen."""
-        self._commits = 0
-        """How much of it is our own doing."""
         self._place: int | None = None
         """The counter at our last row, or later: no row of ours is open once it differs."""
         self._latest: StepStaleness | None = None
@@ -314,12 +312,15 @@ class _Writer:
         self._declared = True
 
     def _is_free(self, counter: int) -> bool:
-        """Whether the trainer logs, and never names a step: then a commit of ours harms nobody."""
+        """Whether the trainer logs, and never names a step: then a commit of ours harms nobody.
+
+        Before its first log nothing is known; the counter is not moved by us before that.
+        """
         assert self._origin is not None
         telemetry = getattr(self.run, "_telemetry_obj", None)
         feature = getattr(telemetry, "feature", None)
         names_steps = getattr(feature, "set_step_log", True)
-        return not names_steps and counter - self._origin > self._commits
+        return not names_steps and counter > self._origin
 
     def _put(self, step: StepStaleness, counter: int | None) -> int | None:
         """Log a row, after a commit if there is one of ours at this place; the counter then."""
@@ -329,7 +330,6 @@ class _Writer:
         else:
             if counter == self._place:
                 self.run.log({}, commit=True)
-                self._commits += 1
             self.run.log(row, commit=False)
             counter = self._place = self._read()
         self._latest = step
