@@ -286,7 +286,9 @@ class _Writer:
         Raises:
             wandb.errors.UsageError: the run is finished.
         """
-        self.run.log({}, commit=False)  # raises, where asking a finished run would take 30 s
+        # Asking a finished run for its counter takes 30 s, this raises; and a resumed one that has
+        # not logged says 0 (wandb 0.31).
+        self.run.log({}, commit=False)
         if not self._declared:
             self._declare()
         if not self._is_counted:
@@ -297,7 +299,7 @@ class _Writer:
         return counter
 
     def _read(self) -> int:
-        return max(int(self.run.step), int(self.run.starting_step))  # 0 right after a resume
+        return int(self.run.step)
 
     def _declare(self) -> None:
         """Say what the keys are: by exact names, a glob beside the trainer's is drawn by lot."""
