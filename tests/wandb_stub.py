@@ -1,0 +1,151 @@
+"""A W&B server for tests, on the loopback interface: runs, their rows, artifacts up to the file.
+
+It answers what the client of wandb 0.31 asks and keeps what it sends; it can be killed and started
+again at the same port, with its memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class StubServer:
+    """What the runs of one test sent."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, dict[int, dict[str, Any]]] = {}
+        """By run: rows by their place in the stream; a row that is sent again takes its place."""
+        self.received: list[tuple[str, dict[str, Any]]] = []
+        """Run and row, as they came, also twice."""
+        self.operations: list[str] = []
+        self.alerts: list[dict[str, Any]] = []
+        self.artifacts: list[dict[str, Any]] = []
+        self.refuse: int | None = None
+        """An HTTP status to answer everything with."""
+        self._server: ThreadingHTTPServer | None = None
+        self._port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Listen, at the port from before if there was one."""
+        stub = self
+
+        class Handler(_Handler):
+            server_stub = stub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._server.daemon_threads = True
+        self._port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Go away: connections are refused."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def rows(self, run: str) -> list[dict[str, Any]]:
+        """The rows of a run in order."""
+        return [row for _, row in sorted(self.history.get(run, {}).items())]
+
+    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """The data of a GraphQL answer."""
+        self.operations.append(operation)
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+        run = {"id": "r", "displayName": "r", "sweepName": None, "historyLineCount": 0}
+        match operation:
+            case "Viewer":
+                viewer = {"id": "v", "entity": "e", "username": "e", "flags": "{}"}
+                return {"viewer": viewer | {"teams": {"edges": []}}}
+            case "UpsertBucket":
+                bucket = run | {"name": variables["name"], "project": project, "config": "{}"}
+                return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+            case "ServerFeaturesQuery":
+                return {"serverInfo": {"features": []}}
+            case "RunResumeStatus":
+                model = {"id": "p", "name": "p", "entity": project["entity"], "bucket": None}
+                rows = self.rows(variables["name"])
+                if rows:
+                    tail = json.dumps([json.dumps(rows[-1])])
+                    model["bucket"] = run | {
+                        "name": variables["name"],
+                        "historyLineCount": len(rows),
+                        "eventsLineCount": 0,
+                        "logLineCount": 0,
+                        "historyTail": tail,
+                        "eventsTail": "[]",
+                        "summaryMetrics": "{}",
+                        "config": "{}",
+                        "tags": [],
+                        "wandbConfig": json.dumps({"t": 1}),
+                    }
+                return {"model": model}
+            case "CreateRunFiles":
+                return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
+            case "NotifyScriptableRunAlert":
+                self.alerts.append(variables)
+                return {"notifyScriptableRunAlert": {"success": True}}
+            case "ArtifactType":
+                return {"project": None}
+            case "CreateArtifact":
+                self.artifacts.append(variables["input"])
+                artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": {"id": "s"}}
+                return {"createArtifact": {"artifact": artifact}}
+            case _:
+                return {}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_stub: StubServer
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        if self.server_stub.refuse is not None:
+            self.reply({"error": "refused"}, status=self.server_stub.refuse)
+        elif self.path.endswith("/graphql"):
+            asked = json.loads(body)
+            name = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
+            operation = name.group(1) if name else "?"
+            self.reply({"data": self.server_stub.answer(operation, asked.get("variables") or {})})
+        elif self.path.endswith("/file_stream"):
+            self.take_rows(self.path.split("/")[-2], json.loads(body))
+            self.reply({"exitcode": None, "limits": {}})
+        else:
+            self.reply({})
+
+    do_PUT = do_POST
+
+    def do_GET(self) -> None:
+        self.reply({})
+
+    def take_rows(self, run: str, stream: dict[str, Any]) -> None:
+        chunk = (stream.get("files") or {}).get("wandb-history.jsonl")
+        if chunk:
+            kept = self.server_stub.history.setdefault(run, {})
+            for place, line in enumerate(chunk["content"], chunk["offset"]):
+                kept[place] = json.loads(line)
+                self.server_stub.received.append((run, kept[place]))
+
+    def reply(self, value: object, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
