@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import importlib
 import logging
 import math
 import os
@@ -27,7 +28,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -38,9 +39,6 @@ from rl_staleness.staleness import StepStaleness
 __all__ = ["MlflowSink", "active_run_sink"]
 
 _log = logging.getLogger(__name__)
-
-BATCH = 1000
-"""Metrics that MLflow takes at once."""
 
 CAPACITY = 200_000
 """Points that wait for one run at most, a few ten MiB; beyond it the oldest go, and are counted."""
@@ -65,6 +63,9 @@ DEFINITIONS = {
     "staleness.run_mean": "mean token age over all trained tokens of the run so far",
 }
 """Tags of the run: what the numbers mean. Not parameters, which a resumed run could not repeat."""
+
+BATCH = 1000 - len(DEFINITIONS)
+"""Points in a request: MLflow takes 1000 things at once, tags among them."""
 
 
 class _Run(NamedTuple):
@@ -115,9 +116,10 @@ class MlflowSink:
         tracking_uri: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        for name, value in (("run_id", run_id), ("tracking_uri", tracking_uri)):
+        given: dict[str, object] = {"run_id": run_id, "tracking_uri": tracking_uri}
+        for name, value in given.items():
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{name}: {value!r} is none; pass a string, as in run.info.{name}")
+                raise ValueError(f"{name}: {value!r} is none; pass a string that is not empty")
         try:
             import mlflow
         except ModuleNotFoundError as error:
@@ -135,9 +137,9 @@ class MlflowSink:
         self._homeless: deque[_Point] = deque(maxlen=CAPACITY)
         self._num_unusable = self._num_late = 0
         self._closed = False
-        self._start_over()
+        self.start_over()
         self._find_run()
-        _sinks.add(self)
+        _after_fork.add(self)
 
     def log(self, step: StepStaleness) -> None:
         """Queue a step's numbers; returns at once."""
@@ -177,7 +179,7 @@ class MlflowSink:
                 return None
             self._closed = True
             self._find_run()
-            lost = []
+            lost: list[str] = []
             if self._num_unusable:
                 lost.append(f"{self._num_unusable} values were not finite")
         if self._run is None:
@@ -216,19 +218,17 @@ class MlflowSink:
         tokens = ages.total()
         if not tokens:
             return {}
-        reached = 0
-        for p95 in sorted(ages):
-            reached += ages[p95]
-            if reached * 100 >= tokens * 95:
-                break
+        ordered = sorted(ages)
+        reached = accumulate(ages[age] for age in ordered)
+        p95 = next(a for a, n in zip(ordered, reached, strict=True) if n * 100 >= tokens * 95)
         return {
             "staleness/run_mean": sum(age * count for age, count in ages.items()) / tokens,
             "staleness/run_p95": p95,
-            "staleness/run_max": max(ages),
+            "staleness/run_max": ordered[-1],
         }
 
-    def _start_over(self) -> None:
-        """Have a lock and a writer of this process; what waits is the parent's to send."""
+    def start_over(self) -> None:
+        """Have a lock and a writer of this process; what waited is its parent's to send."""
         self._lock = threading.Lock()
         self._writer = _Writer()
 
@@ -239,16 +239,16 @@ def active_run_sink() -> MlflowSink | None:
     return None if active_run is None or active_run() is None else MlflowSink()
 
 
-_sinks: WeakSet[MlflowSink] = WeakSet()
+_after_fork: WeakSet[MlflowSink] = WeakSet()
 
 
-def _after_fork() -> None:
+def _start_over() -> None:
     _client.cache_clear()
-    for sink in _sinks:
-        sink._start_over()
+    for sink in _after_fork:
+        sink.start_over()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_start_over)
 
 
 @dataclass(slots=True)
@@ -256,12 +256,12 @@ class _Outbox:
     """What waits for one run."""
 
     run: _Run
-    points: deque[_Point] = field(default_factory=deque)
+    points: deque[_Point] = field(default_factory=deque[_Point])
     removed: int = 0
     """Points taken off the front so far, delivered or not."""
     defined: bool = False
     """The tags are there."""
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter[str])
     """Values of keys that the server does not take."""
     num_dropped: int = 0
     error: str | None = None
@@ -325,7 +325,7 @@ class _Writer:
             return self._undelivered(run)
 
     def _undelivered(self, run: _Run) -> list[str]:
-        lines = []
+        lines: list[str] = []
         for outbox in self._outboxes.values():
             what = [f"{n} values of {key} refused" for key, n in outbox.refused.items()]
             if outbox.num_dropped:
@@ -451,7 +451,7 @@ def _send(outbox: _Outbox, points: list[_Point]) -> dict[str, str]:
     except Exception as error:
         if _status(error) != 400:
             raise
-        refused = {}
+        refused: dict[str, str] = {}
         keys = groupby(sorted(points, key=attrgetter("key")), attrgetter("key"))
         for key, of_key in keys:
             try:
@@ -472,16 +472,16 @@ def _log_batch(run: _Run, points: list[_Point], tags: Mapping[str, str]) -> None
     To a server they go without MLflow's own retries, which take four minutes and have no other
     switch than an environment variable that would change the user's clients too.
     """
-    from mlflow.entities import Metric, RunTag
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request_safe
-
     if not run.uri.startswith(("http://", "https://")):
+        from mlflow.entities import Metric, RunTag
+
         metrics = [Metric(*point) for point in points]
         _client(run.uri).log_batch(run.id, metrics, tags=[RunTag(*tag) for tag in tags.items()])
         return
-    http_request_safe(
-        get_default_host_creds(run.uri),
+    rest: Any = importlib.import_module("mlflow.utils.rest_utils")
+    credentials: Any = importlib.import_module("mlflow.utils.credentials")
+    rest.http_request_safe(
+        credentials.get_default_host_creds(run.uri),
         "/api/2.0/mlflow/runs/log-batch",
         "POST",
         max_retries=0,
