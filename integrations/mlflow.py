@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -134,7 +135,6 @@ class MlflowSink:
         if run_id is not None:
             self._run = _Run(tracking_uri or mlflow.get_tracking_uri(), run_id)
         self._ages: dict[_Run | None, Counter[int]] = {}
-        self._homeless: deque[_Point] = deque(maxlen=CAPACITY)
         self._num_unusable = self._num_late = 0
         self._closed = False
         self.start_over()
@@ -186,7 +186,7 @@ class MlflowSink:
             if not self._homeless:
                 return None
             what = _describe(self._homeless)
-            return f"{what} not sent: no run was active in this thread; pass run_id="
+            return f"{what} not sent: no run was active in this thread; MlflowSink takes a run_id"
         files = [] if trace is None else _files(trace)
         lost += self._writer.finish(self._run, files, trace=trace or "", deadline=deadline)
         return "; ".join(lost) or None
@@ -231,6 +231,7 @@ class MlflowSink:
         """Have a lock and a writer of this process; what waited is its parent's to send."""
         self._lock = threading.Lock()
         self._writer = _Writer()
+        self._homeless: deque[_Point] = deque(maxlen=CAPACITY)
 
 
 def active_run_sink() -> MlflowSink | None:
@@ -385,12 +386,12 @@ class _Writer:
             return
         for key, reason in refused.items():
             _log.warning("rl_staleness: MLflow refuses %s: %s", key, reason)
+        if outbox.error is not None:
+            _log.warning("rl_staleness: MLflow run %s takes points again", outbox.run.id)
         with self._changed:
             outbox.refused.update(dict.fromkeys(refused, 0))
             outbox.refused.update(p.key for p in points if p.key in outbox.refused)
             outbox.remove_until(end)
-            if outbox.error is not None:
-                _log.warning("rl_staleness: MLflow run %s takes points again", outbox.run.id)
             outbox.error, outbox.pause, outbox.defined = None, 0.0, True
             at_once = self._closing or len(points) == BATCH
             outbox.due = 0.0 if at_once else time.monotonic() + INTERVAL_SECONDS
@@ -398,9 +399,9 @@ class _Writer:
     def _postpone(self, outbox: _Outbox, error: Exception) -> None:
         if outbox.error is None:
             _log.warning(
-                "rl_staleness: MLflow run %s takes no points; they are kept, this is logged once",
+                "rl_staleness: MLflow run %s takes no points, they are kept; logged once\n%s",
                 outbox.run.id,
-                exc_info=error,
+                _without_passwords("".join(traceback.format_exception(error))),
             )
         with self._changed:
             longest = CLOSING_PAUSE_SECONDS if self._closing else LONGEST_PAUSE_SECONDS
@@ -414,7 +415,10 @@ class _Writer:
         for upload in list(self._uploads):
             run, trace, file = upload
             outbox = self._outboxes.get(run)
-            if self._given_up or (outbox is not None and outbox.points):
+            if outbox is not None and outbox.points:
+                self._upload_error = outbox.error
+                return
+            if self._given_up:
                 return
             try:
                 with tempfile.TemporaryDirectory(prefix="rl_staleness-") as folder:
@@ -527,6 +531,11 @@ def _describe(points: Iterable[_Point]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """An error's text without line breaks and passwords, cut to a readable length."""
+    """An error's text without line breaks, cut to a readable length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r"//[^/@\s]+@", "//", text)[:300]
+    return _without_passwords(text)[:300]
+
+
+def _without_passwords(text: str) -> str:
+    """An address of a server may hold one."""
+    return re.sub(r"//[^/@\s]+@", "//", text)

@@ -174,6 +174,17 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def run_to_end(code: str, *arguments: str, limit: float) -> str:
+    """What code prints that runs in a process of its own, and ends well and in time."""
+    process = start(code, *arguments)
+    try:
+        output, errors = process.communicate(timeout=limit)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return output
+
+
 # What arrives.
 
 
@@ -308,7 +319,7 @@ def test_without_a_run_it_says_so_and_creates_none(trainer: Place) -> None:
     sink.log(numbers(2))
     line = sink.close(trace=None, timeout=30)
     assert line is not None and "of steps 1 to 2 not sent: no run was active" in line
-    assert "run_id=" in line
+    assert "takes a run_id" in line
     assert trainer.runs() == set()
 
 
@@ -332,6 +343,22 @@ def test_no_database_is_made_where_there_is_none(tmp_path: Path) -> None:
     line = sink.close(trace=None, timeout=2)
     assert line is not None and "there is no database" in line
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_leaves_steps_without_a_run_to_its_parent(trainer: Place) -> None:
+    """Those of before the fork; where a run starts, it starts for one of them."""
+    sink = MlflowSink()
+    sink.log(numbers(1))
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: os._exit(0 if sink.close(trace=None, timeout=30) is None else 1)
+    )
+    child.start()
+    child.join(60)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
+    assert sink.close(trace=None, timeout=30) is not None
 
 
 def test_a_run_that_the_trainer_has_ended_takes_late_points(trainer: Place) -> None:
@@ -432,6 +459,8 @@ def test_a_forked_process_goes_on_with_the_run(kind: str, request: pytest.Fixtur
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
     process.join(60)
+    process.kill()
+    process.join()
     assert process.exitcode == 0
     sink.log(numbers(3))
     assert sink.close(trace=None, timeout=30) is None
@@ -450,9 +479,7 @@ def test_a_spawned_process_goes_on_with_the_run(trainer: Place) -> None:
             sink.log(numbers(1))
             assert sink.close(trace=None, timeout=60) is None
         """
-        process = start(code, travelling)
-        output = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+        run_to_end(code, travelling, limit=120)
         sink.log(numbers(2))
         assert sink.close(trace=None, timeout=30) is None
     run = active.info.run_id
@@ -481,18 +508,20 @@ def test_a_killed_process_leaves_what_it_logged_a_second_before(
     assert store.client.get_run(run).info.status == "RUNNING"
 
 
-def test_a_dead_server_does_not_delay_the_end_of_the_process(proxy: Proxy) -> None:
-    """Nothing is joined that waits for it."""
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_dead_server_does_not_delay_the_end_of_the_process(closed: bool, proxy: Proxy) -> None:
+    """Nothing is joined that waits for it, whether the sink was closed or forgotten."""
     code = """
         sink = MlflowSink("0" * 32, tracking_uri=sys.argv[1])
         sink.log(numbers(1))
-        print(sink.close(trace=__file__ if False else sys.argv[2], timeout=1), time.time())
+        if sys.argv[2] == "True":
+            print(sink.close(trace=None, timeout=1))
+        print(time.time())
     """
-    process = start(code, proxy.uri, __file__)
-    output, errors = process.communicate(timeout=120)
-    line, closed_at = output.rstrip().rsplit(" ", 1)
-    assert "not delivered" in line and "not attached" in line, (output, errors)
-    assert time.time() - float(closed_at) < 10
+    output = run_to_end(code, proxy.uri, str(closed), limit=60)
+    *line, ended_at = output.splitlines()
+    assert time.time() - float(ended_at) < 10
+    assert ["not delivered" in text for text in line] == [True] * closed
 
 
 # What servers do.
@@ -534,6 +563,22 @@ def test_a_server_that_comes_back_while_we_close_gets_every_step(
     assert sink.close(trace=str(trace), timeout=60) is None
     assert served.steps(run) == [1]
     assert len(served.client.list_artifacts(run, "staleness")) == 1
+
+
+def test_close_does_not_wait_for_the_end_of_a_pause(
+    served: Place, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is back gets everything, however long it was away."""
+    monkeypatch.setattr(module, "LONGEST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 600.0)
+    run = served.new_run()
+    sink = MlflowSink(run, tracking_uri=proxy.uri)
+    outbox = module._Run(proxy.uri, run)
+    sink.log(numbers(1))
+    wait_for(lambda: sink._writer._outboxes[outbox].error is not None)
+    proxy.start()
+    assert sink.close(trace=None, timeout=30) is None
+    assert served.steps(run) == [1]
 
 
 @pytest.mark.parametrize("how", ["away", "hanging", "failing"])
@@ -668,13 +713,14 @@ def test_a_token_that_expired_for_good_costs_no_time_at_close(proxy: Proxy) -> N
     assert line is not None and "401" in line
 
 
-def test_passwords_are_in_no_line(proxy: Proxy) -> None:
+def test_passwords_are_in_no_line(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     """An address may hold one."""
     sink = MlflowSink("0" * 32, tracking_uri=proxy.uri.replace("//", "//me:secret@"))
     sink.log(numbers(1))
     line = sink.close(trace=None, timeout=1)
     assert line is not None and "API request" in line
-    assert "secret" not in line
+    assert "Traceback" in caplog.text
+    assert "secret" not in line + caplog.text
 
 
 # The artifacts.
