@@ -167,7 +167,7 @@ class MlflowSink:
         """Send what is left, attach the trace; the run goes on. A second time does nothing.
 
         Args:
-            trace: path of the trace; None attaches nothing.
+            trace: path of the trace, for the run of the last step; None attaches nothing.
             timeout: seconds, whatever the server does.
 
         Returns:
