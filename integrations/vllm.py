@@ -438,12 +438,12 @@ class VllmEngine:
     def _take_cut(self, refit: int, pending: _PendingCut) -> None:
         """Have the calls counted at the marker, and ask whether the engine is paused."""
         kv, self._kv = self._kv, None
+        alone = getattr(self._front, "_client_count", 1) == 1
+        complete = not (alone and self._num_pausing)
         if self._blocks or self._own_loop() is None:
             # A synchronous engine is refitted between calls; the other one had no call so far.
             pending.finish(None if self._running or self._missing else Cut(calls={}))
             return
-
-        complete = not self._num_pausing
 
         def reached() -> None:
             self._marker_reached = True
@@ -468,7 +468,6 @@ class VllmEngine:
 
         # When another front end had the engine paused, our outputs of before may be on their way
         # until the engine answers us; its answer is then good for as long as the refit is open.
-        alone = getattr(self._front, "_client_count", 1) == 1
         if alone:
             put()
         self._ask("is_scheduler_paused", then=answered)

@@ -51,7 +51,7 @@ from rl_staleness.pauses import Answer, Cuts, Pauses
 from rl_staleness.publication import Content, Masks, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
-from rl_staleness.sinks import Sink, StepObserver
+from rl_staleness.sinks import Sink, StepObserver, active_sinks
 from rl_staleness.staleness import StepStaleness
 
 __all__ = ["Group", "StalenessCallback"]
@@ -90,7 +90,8 @@ class StalenessCallback:
         version: policy updates in the weights that the run starts from; default 0, or what the
             trace of the same run says.
         step: number of the first step; default 1, or what the trace says.
-        sinks: told every step, in this order; a function of a step will do.
+        sinks: told every step, in this order; a function of a step will do. Default: the W&B
+            and MLflow runs that are active, looked for at each step until there is one.
         timeout: seconds that a refit waits for an engine to take notice.
         close_timeout: seconds that each sink has at `close` to send what is left.
         strict: let hooks raise.
@@ -114,7 +115,7 @@ class StalenessCallback:
         run: str | None = None,
         version: int | None = None,
         step: int | None = None,
-        sinks: Iterable[Sink | StepObserver] = (),
+        sinks: Iterable[Sink | StepObserver] | None = None,
         timeout: float = 5.0,
         close_timeout: float = 30.0,
         strict: bool = False,
@@ -132,7 +133,8 @@ class StalenessCallback:
             if not seconds >= 0:
                 raise ValueError(f"{name}: {seconds!r} is no time; pass seconds, not negative")
         self._close_timeout = close_timeout
-        self._sinks = tuple(sinks)
+        self._sinks = list(sinks or ())
+        self._active: dict[str, Sink] | None = {} if sinks is None else None
         self._guard = Guard(strict=strict, timeout=timeout)
         self._late_masks = late_masks
         self._clock = clock
@@ -572,12 +574,20 @@ class StalenessCallback:
         )
 
     def _notify(self, numbers: StepStaleness) -> None:
+        if self._active is not None:
+            self._look_for_runs(self._active)
         for sink in self._sinks:
             with self._guard(_title(sink)):
                 if isinstance(sink, Sink):
                     sink.log(numbers)
                 else:
                     sink(numbers)
+
+    def _look_for_runs(self, active: dict[str, Sink]) -> None:
+        with self._guard("looking for active runs"):
+            for library, sink in active_sinks(active):
+                active[library] = sink
+                self._sinks.append(sink)
 
     def _close_sinks(self) -> None:
         for sink in self._sinks:

@@ -6,12 +6,14 @@ the trainer: what it raises is logged once with its traceback and counted, the o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Container, Iterator
+from importlib import import_module
 from typing import Protocol, runtime_checkable
 
 from rl_staleness.staleness import StepStaleness
 
-__all__ = ["Sink", "StepObserver"]
+__all__ = ["Sink", "StepObserver", "active_sinks"]
 
 StepObserver = Callable[[StepStaleness], None]
 """The least that can be told of steps; also a sink, with nothing to close."""
@@ -32,3 +34,19 @@ class Sink(Protocol):
             What could not be delivered within ``timeout`` seconds, in one line; None if all was.
         """
         ...
+
+
+_ACTIVE = {"wandb": "active_sink", "mlflow": "active_run_sink"}
+"""By library: the function of its integration that finds the run that is active."""
+
+
+def active_sinks(known: Container[str]) -> Iterator[tuple[str, Sink]]:
+    """Find the runs that are active in this process and thread, of libraries that are not known.
+
+    A library that nobody imported has no run, so that nothing heavy is loaded to find out.
+    """
+    for library, function in _ACTIVE.items():
+        if library in sys.modules and library not in known:
+            found = getattr(import_module(f"rl_staleness.integrations.{library}"), function)()
+            if found is not None:
+                yield library, found
