@@ -262,12 +262,10 @@ def main() -> int:
     trace = staleness.trace or ""
     command = [sys.executable, "-m", "rl_staleness.cli", "steps", "--json", trace]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()
-    agree = online == [msgspec.json.decode(line, type=StepStaleness) for line in lines]
-    print(
-        f"`rl-staleness steps {trace}` recomputes {len(online)} steps from the trace alone: ",
-        end="",
-    )
-    print("it agrees to the last digit" if agree else "IT DIFFERS")
+    offline = [msgspec.json.decode(line, type=StepStaleness) for line in lines]
+    agree = online == offline and len(online) == options.steps
+    verdict = "it agrees to the last digit" if agree else "IT DIFFERS"
+    print(f"`rl-staleness steps {trace}` recomputes {len(offline)} steps from the trace: {verdict}")
     return 0 if agree else 1
 
 
