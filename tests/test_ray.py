@@ -388,7 +388,8 @@ def test_dead_actor_costs_its_own_calls_their_coverage() -> None:
     engines = [RayEngine(dead, name="dead"), RayEngine(well, name="well")]
     staleness = StalenessCallback(engines=engines, trace=None, timeout=10)
     with staleness:
-        staleness.on_publish("first", calls=[])
+        early = Call(call="a", engine="well", version=0, tokens=1, after=0, until=0)
+        staleness.on_publish("first", calls=[early])
         staleness.on_step(["first"])
         wait_for(lambda: ray.get(well.told.remote()) == [("start", 0, 0)])
         kill(dead)
