@@ -204,7 +204,7 @@ class VllmEngine:
         if not name:
             raise ValueError("name: an engine needs one that can stand in a trace")
         self._name = name
-        self._llm = llm
+        self._llm: Any = llm
         self._front: Any = getattr(llm, "llm_engine", llm)
         self._core: Any = getattr(self._front, "engine_core", None)
         self._processor: Any = getattr(self._front, "output_processor", None)
@@ -292,7 +292,8 @@ class VllmEngine:
             else:
                 setattr(owner, attribute, before)
         self._wrapped.clear()
-        self._llm = self._front = self._core = self._processor = None  # nothing keeps it alive
+        for kept in ("_llm", "_front", "_core", "_processor"):
+            setattr(self, kept, None)  # nothing of ours keeps the engine alive
 
     async def selftest(self, *, timeout: float = 30.0) -> Evidence:
         """Run a live call of a few tokens through the capture, and say what it showed.

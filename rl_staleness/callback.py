@@ -532,7 +532,7 @@ class StalenessCallback:
         cuts: Cuts | None,
     ) -> list[Answer]:
         self._ensure_started()
-        if kv not in (None, "kept", "recomputed") or not isinstance(mode, str):
+        if kv not in (None, "kept", "recomputed") or type(mode) is not str:
             raise ValueError(f"mode, kv: {mode!r}, {kv!r}; kv is 'kept', 'recomputed' or None")
         return self._pauses.begin(
             _engine_names(engines),
@@ -604,7 +604,7 @@ class Refit:
     def __init__(self, callback: StalenessCallback, **pause: Any) -> None:
         self._callback = callback
         self._engines = _engine_names(pause["engines"])
-        self._pause = {**pause, "engines": self._engines}
+        self._pause: dict[str, Any] = {**pause, "engines": self._engines}
 
     def __enter__(self) -> None:
         self._callback.on_refit_paused(**self._pause)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 from rl_staleness.engines import Cut, Engine
 from rl_staleness.events import LARGEST, Event, RefitAborted, RefitCut, RefitDone, ViolationFound
@@ -277,13 +277,13 @@ class Pauses:
         self._record(ViolationFound(time=self._clock(), name=name, detail=detail))
 
 
-def _told(engine: str, what: str, tell: Callable[[], Future[None]]) -> Answer:
+def _told(engine: str, what: str, tell: Callable[[], object]) -> Answer:
     """Tell one engine; what it raises is its answer, so that the others are told too."""
     try:
         noticed = tell()
         if not isinstance(noticed, Future):
             raise TypeError(f"engine {engine!r} answered {noticed!r} instead of a future")
-        return Answer(engine, what, noticed)
+        return Answer(engine, what, cast("Future[None]", noticed))
     except Exception as error:  # noqa: BLE001  # handed on as the answer, and looked at
         failed: Future[None] = Future()
         failed.set_exception(error)
