@@ -635,7 +635,9 @@ def test_batches_are_as_large_as_mlflow_takes_them(served: Place, proxy: Proxy) 
     proxy.start()
     assert sink.close(trace=None, timeout=60) is None
     sizes = [len(json.loads(batch)["metrics"]) for batch in proxy.batches]
-    assert sizes == [996, 996, 996, 612]
+    assert sum(sizes) == 200 * 18
+    assert max(sizes) == 996  # the first one may have been tried while steps still came
+    assert len(sizes) <= 5
     assert served.steps(run) == list(range(1, 201))
 
 
