@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +21,18 @@ pytest.importorskip("vllm")
 
 from rl_staleness.callback import Group, StalenessCallback
 from rl_staleness.engines import captured
-from rl_staleness.events import LARGEST, RefitCut
+from rl_staleness.events import LARGEST, RefitCut, RefitDone
 from rl_staleness.integrations.vllm import VllmEngine
 from rl_staleness.trace import read
 from tests.watermark import (
+    ARGUMENTS,
     END,
     MARGIN,
     Compared,
     Run,
     Served,
-    gate,
+    held_outputs,
+    held_requests,
     load,
     token,
     versions_of,
@@ -122,6 +125,32 @@ def test_calls_begun_in_the_pause(run: Run) -> None:
     assert [sum(not n for n in (c.calls or {}).values()) for c in cuts_of(run)] == [10, 10]
 
 
+def test_a_marker_that_is_reached_after_the_resume(run: Run) -> None:
+    """The cut of a refit may be known after it, and holds nothing that began since its pause."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(100, 150)
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+            run.staleness.on_step([])
+            with held_outputs(run.served.llm):
+                await asyncio.sleep(0.2)
+                await run.served.llm.pause_generation(mode="keep", clear_cache=False)
+                await run.staleness.aon_refit_paused()
+                rollouts += run.rollouts(20, 100)
+                await run.served.move_to(run.staleness.version)
+                await run.staleness.aon_refit_done()
+                await run.served.llm.resume_generation()
+                await asyncio.sleep(0.2)
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    run.verdict().assert_exact()
+    events = [event for event in read(run.trace) if isinstance(event, (RefitCut, RefitDone))]
+    assert [type(event) for event in events] == [RefitDone, RefitCut] * 2
+
+
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_calls_submitted_but_not_yet_known(run: Run, mode: str) -> None:
     """A call that waits for its tokens to be prepared across a refit is of the new version."""
@@ -129,7 +158,7 @@ def test_calls_submitted_but_not_yet_known(run: Run, mode: str) -> None:
     async def work() -> None:
         rollouts = run.rollouts(10, 100)
         await asyncio.sleep(0.2)
-        with gate(run.served.llm):
+        with held_requests(run.served.llm):
             rollouts += run.rollouts(10)
             await asyncio.sleep(0.05)
             await run.refit(mode=mode)
@@ -163,12 +192,11 @@ def test_calls_that_end_during_the_pause(run: Run) -> None:
     """The last tokens of a call may be read after the hook: they are old, and it is in no cut."""
 
     async def work() -> None:
-        rollouts = run.rollouts(300, 80)
-        for tokens in range(1, 60):
-            rollouts += run.rollouts(2, tokens)
-        async with load(0.02):
-            for _ in range(2):
-                await asyncio.sleep(0.5)
+        rollouts = [task for tokens in range(1, 100) for task in run.rollouts(2, tokens)]
+        for _ in range(2):
+            await asyncio.sleep(0.2)
+            with held_outputs(run.served.llm):
+                await asyncio.sleep(0.3)
                 await run.refit()
         await asyncio.gather(*rollouts)
         await run.settle()
@@ -176,12 +204,10 @@ def test_calls_that_end_during_the_pause(run: Run) -> None:
     run.served.run(work())
     verdict = run.verdict()
     verdict.assert_exact()
-    listed = [set(cut.calls or ()) for cut in cuts_of(run)]
-    assert any(
-        call.until == refit and call.after == 0 and call.call not in listed[refit - 1]
-        for call in verdict.calls
-        for refit in (1, 2)
-    )
+    (first, _) = (set(cut.calls or ()) for cut in cuts_of(run))
+    ended = [call for call in verdict.calls if call.until == 1 and call.call not in first]
+    assert ended
+    assert all(call.after == 0 for call in ended)
 
 
 @pytest.mark.parametrize("kind", ["final", "stream"])
@@ -586,23 +612,28 @@ def test_calls_of_an_engine_that_was_told_no_start(served: Served) -> None:
     assert call.spans == ((0, 7, 0, LARGEST),)
 
 
-def test_several_front_ends(run: Run) -> None:
-    """Where another front end may have paused the engine, the engine's own answer is waited for."""
-    run.served.llm._client_count = 2
+def test_an_engine_that_another_front_end_paused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of before may be on their way still: the engine's own answer says when they came."""
+    monkeypatch.setattr(run.served.llm, "_client_count", 2)
 
     async def work() -> None:
-        rollouts = run.rollouts(200, 100)
-        async with load(0.005):
-            for _ in range(2):
-                await asyncio.sleep(0.5)
-                await run.refit()
+        rollouts = run.rollouts(50, 150)
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+            run.staleness.on_step([])
+            pause = run.served.llm.pause_generation(mode="keep", clear_cache=False)
+            paused = asyncio.create_task(pause)
+            await asyncio.sleep(0)
+            time.sleep(0.3)  # the engine pauses; nothing is read from its socket
+            await run.staleness.aon_refit_paused()
+            await run.served.move_to(run.staleness.version)
+            await run.staleness.aon_refit_done()
+            await paused
+            await run.served.llm.resume_generation()
         await asyncio.gather(*rollouts)
         await run.settle()
 
-    try:
-        run.served.run(work())
-    finally:
-        run.served.llm._client_count = 1
+    run.served.run(work())
     run.verdict().assert_exact()
 
 
@@ -656,11 +687,28 @@ def other(served: Served, watermark_model: Path) -> Iterator[Served]:
     other.stop()
 
 
-def test_lora_calls_keep_their_adapter(other: Served, tmp_path: Path) -> None:
+@pytest.fixture
+def lora_versions() -> dict[str, object]:
+    """What the trainer says of adapters by name."""
+    return {}
+
+
+@pytest.fixture
+def lora_run(
+    other: Served, tmp_path: Path, lora_versions: dict[str, Any], request: pytest.FixtureRequest
+) -> Iterator[Run]:
+    """A callback on the engine that takes adapters."""
+    says = getattr(request, "param", None) and (lambda lora: lora_versions[lora.lora_name])
+    run = Run(other, tmp_path / "trace.jsonl", lora_version=says)
+    yield run
+    run.staleness.close()
+
+
+def test_lora_calls_keep_their_adapter(lora_run: Run, tmp_path: Path) -> None:
     """A call with an adapter is of the version that loaded it, whatever the engine has since."""
     from vllm.lora.request import LoRARequest
 
-    run = Run(other, tmp_path / "trace.jsonl")
+    run, llm = lora_run, lora_run.served.llm
     zero, one, two = range(run.first, run.first + 3)
     adapters = [
         LoRARequest(f"a{v}", v + 1, str(write_adapter(tmp_path / f"a{v}", v)))
@@ -668,51 +716,51 @@ def test_lora_calls_keep_their_adapter(other: Served, tmp_path: Path) -> None:
     ]
 
     async def work() -> None:
-        await other.llm.add_lora(adapters[0])  # outside of a refit: nobody says its version
+        await llm.add_lora(adapters[0])  # outside of a refit: nobody says its version
         rollouts = run.rollouts(5, 150) + run.rollouts(5, 150, lora=adapters[0])
         for adapter in adapters[1:]:
             await asyncio.sleep(0.3)
             run.staleness.on_step([])
-            await other.llm.pause_generation(mode="keep", clear_cache=False)
+            await llm.pause_generation(mode="keep", clear_cache=False)
             async with run.staleness.refit():
-                await other.llm.add_lora(adapter)
-                await other.move_to(run.staleness.version)
-            await other.llm.resume_generation()
+                await llm.add_lora(adapter)
+                await run.served.move_to(run.staleness.version)
+            await llm.resume_generation()
             rollouts += run.rollouts(5, 150, lora=adapter)
         await asyncio.gather(*rollouts)
         await run.settle()
 
-    other.run(work())
+    run.served.run(work())
     assert run.compared().wrong == 0
-    said = {group.capture.calls[0].spans for group, _ in run.made if len(group.calls)}
-    own = {((0, 150, 0, LARGEST),), ((0, 150, one),), ((0, 150, two),)}
-    assert own <= said
-    assert {len(set(cut.calls or ())) for cut in cuts_of(run)} == {5}
+    said = {group.capture.calls[0].spans for group, _ in run.made}
+    assert said >= {((0, 150, 0, LARGEST),), ((0, 150, one),), ((0, 150, two),)}
+    assert [len(cut.calls or ()) for cut in cuts_of(run)] == [5, 5]
     step = run.staleness.on_step([group for group, _ in run.made])
+    assert step is not None
     assert (step.violations, step.coverage) == (0, 15 / 20)
-    run.staleness.close()
 
 
-def test_lora_versions_that_the_trainer_says(other: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora_run", [True], indirect=True)
+def test_lora_versions_that_the_trainer_says(
+    lora_run: Run, lora_versions: dict[str, object], tmp_path: Path
+) -> None:
     """A trainer that knows the version of an adapter says it."""
     from vllm.lora.request import LoRARequest
 
-    version = other.version
+    version = lora_run.served.version
     folder = str(write_adapter(tmp_path / "adapter", version))
-    versions = {"known": version, "unknown": None, "broken": "seven"}
-    run = Run(other, tmp_path / "trace.jsonl", lora_version=lambda lora: versions[lora.lora_name])
+    lora_versions.update(known=version, unknown=None, broken="seven")
 
     async def work() -> None:
-        for number, name in enumerate(versions, start=100):
-            await run.rollout(20, lora=LoRARequest(name, number, folder))
+        for number, name in enumerate(lora_versions, start=100):
+            await lora_run.rollout(20, lora=LoRARequest(name, number, folder))
 
-    other.run(work())
-    assert [group.capture.calls[0].spans for group, _ in run.made] == [
+    lora_run.served.run(work())
+    assert [group.capture.calls[0].spans for group, _ in lora_run.made] == [
         ((0, 20, version),),
         ((0, 20, 0, LARGEST),),
         ((0, 20, 0, LARGEST),),
     ]
-    run.staleness.close()
 
 
 def test_two_engines_on_different_versions(served: Served, other: Served, tmp_path: Path) -> None:
@@ -758,3 +806,38 @@ def test_two_engines_on_different_versions(served: Served, other: Served, tmp_pa
     assert step is not None
     assert (step.coverage, step.violations, len(step.tokens_by_version)) == (1.0, 0, 4)
     staleness.close()
+
+
+@pytest.mark.slow
+def test_the_synchronous_engine(watermark_model: Path, tmp_path: Path) -> None:
+    """An LLM is refitted between calls: every call is of one version."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(watermark_model), worker_extension_cls="tests.watermark.Weights", **ARGUMENTS)
+    try:
+        params = SamplingParams(n=2, temperature=1.0, max_tokens=20, ignore_eos=True)
+        engine = VllmEngine(llm)
+        with StalenessCallback(engines=[engine], trace=tmp_path / "trace.jsonl") as staleness:
+            groups = []
+            for version in range(3):
+                with staleness.group() as group:
+                    outputs = llm.generate(
+                        [{"prompt_token_ids": [1, 2]}] * 3, params, use_tqdm=False
+                    )
+                assert {t for o in outputs for c in o.outputs for t in c.token_ids} == {version}
+                calls = group.capture.calls
+                assert [(c.tokens, c.after, c.until) for c in calls] == [(20, version, version)] * 6
+                staleness.on_publish(group)
+                groups.append(group)
+                staleness.on_step([])
+                with staleness.refit():
+                    llm.collective_rpc("set_version", args=(version + 1,))
+            evidence = asyncio.run(engine.selftest())
+            step = staleness.on_step(groups)
+        assert step is not None
+        assert (step.tokens_by_version, step.coverage) == ({0: 120, 1: 120, 2: 120}, 1.0)
+        assert (step.violations, evidence.problems) == (0, ())
+        assert (evidence.calls, evidence.cuts, evidence.labels) == (True, True, True)
+        assert llm.llm_engine.get_weight_version() == "3"
+    finally:
+        llm.llm_engine.engine_core.shutdown()

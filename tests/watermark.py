@@ -16,7 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +55,18 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 4096,
+    "max_num_seqs": 512,
+    "max_num_batched_tokens": 8192,
+    "block_size": 32,
+    "num_gpu_blocks_override": 1600,
+}
+"""Of an engine; its cache holds 1,600 blocks of 32 tokens, so that long calls preempt others."""
 
 
 def token(version: int) -> int:
@@ -160,8 +172,7 @@ def write_adapter(folder: Path, version: int) -> Path:
 class Served:
     """A running engine and the version of its weights; tests share it, one after the other.
 
-    It has a process of its own and speaks over the loopback only. Its cache holds 1,600 blocks of
-    32 tokens, so that long calls preempt one another.
+    It has processes of its own and speaks over the loopback only.
     """
 
     def __init__(
@@ -171,24 +182,19 @@ class Served:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments: dict[str, Any] = {
-            "model": str(model),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 4096,
-            "max_num_seqs": 512,
-            "max_num_batched_tokens": 8192,
-            "block_size": 32,
-            "num_gpu_blocks_override": 1600,
-            "enable_log_requests": False,
-            "worker_extension_cls": "tests.watermark.Weights",
-        }
         self.version = 0
         self.loop = loop or asyncio.new_event_loop()
         self._owns_loop = loop is None
 
+        arguments = AsyncEngineArgs(
+            str(model),
+            enable_log_requests=False,
+            worker_extension_cls="tests.watermark.Weights",
+            **{**ARGUMENTS, **settings},
+        )
+
         async def start() -> Any:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **settings}))
+            return AsyncLLM.from_engine_args(arguments)
 
         self.llm = self.run(start(), timeout=300)
 
@@ -404,17 +410,27 @@ async def load(seconds: float) -> AsyncIterator[None]:
 
 
 @contextmanager
-def gate(llm: Any) -> Iterator[asyncio.Event]:
-    """Hold requests back between their submission and the moment at which the engine knows them."""
-    event, original = asyncio.Event(), llm.get_supported_tasks
+def held(llm: Any, method: str) -> Iterator[None]:
+    """Hold a coroutine method of an object back until the block ends."""
+    event, original = asyncio.Event(), getattr(llm, method)
 
-    async def gated() -> Any:
+    async def wait() -> Any:
         await event.wait()
         return await original()
 
-    llm.get_supported_tasks = gated
+    setattr(llm, method, wait)
     try:
-        yield event
+        yield
     finally:
         event.set()
-        del llm.get_supported_tasks
+        delattr(llm, method)
+
+
+def held_outputs(llm: Any) -> AbstractContextManager[None]:
+    """Let outputs gather in the front end's queue, unread."""
+    return held(llm.engine_core, "get_output_async")
+
+
+def held_requests(llm: Any) -> AbstractContextManager[None]:
+    """Hold requests back between their submission and the moment at which the engine knows them."""
+    return held(llm, "get_supported_tasks")
