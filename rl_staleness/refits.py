@@ -8,6 +8,7 @@ the trace skips belong to refits whose lines are lost; they are open too.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -75,10 +76,10 @@ class Refits:
     _refits: dict[int, Refit] = field(default_factory=dict[int, Refit])
     _order: list[int] = field(default_factory=list[int])
     _pack_above: int = 128
-    listed: dict[str, Counts] = field(default_factory=dict[str, Counts])
+    listed: OrderedDict[str, Counts] = field(default_factory=OrderedDict[str, Counts])
     """Counts of each call that a cut lists, those that were listed last at the end."""
     _holders: dict[str, int] = field(default_factory=dict[str, int])  # waiting groups by call
-    _gone: dict[str, None] = field(default_factory=dict[str, None])  # aside, and not held
+    _gone: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])  # aside, not held
     aside: dict[str, Counts] = field(default_factory=dict[str, Counts])
     """The same of calls that were listed long ago and are held, or whose group is gone: for
     ``orphan_after`` refits, since another group may be published with them."""
