@@ -75,19 +75,19 @@ class StepTokens:
                 by[versions] = by.get(versions, 0) + count
         plain = masks is None and not group.restored
         for call in group.calls:
-            engine, tokens = call.engine, call.tokens
+            engine, tokens, after, until = call.engine, call.tokens, call.after, call.until
             refits = engines.get(engine) or self._engine(engine)
             counts = refits.listed.get(call.call)
-            if counts is None and refits.aside:
+            if counts is None and (after is None or after != until) and refits.aside:
                 counts = refits.aside.get(call.call)
             refit, place, pairs = None, tokens, None
             if counts is not None:
                 refit, place = next(iter(counts.items()))
             whole = plain and call.spans is None and call.trained is None
-            if refit is not None and call.until is not None and refit > call.until:
+            if refit is not None and until is not None and refit > until:
                 whole = False  # cannot be: named below
             if whole and (counts is None or len(counts) == 1):
-                key = (engine, call.version, call.after, call.until, refit)
+                key = (engine, call.version, after, until, refit)
                 pairs = alike[key] if key in alike else self._probe(key, call)
             if pairs is None or not place:
                 for start, stop, oldest, last in self._odd(call, group, masks):

@@ -79,7 +79,8 @@ class Ledger:
         """
         if self.run is None and type(event) is not RunStarted:
             raise TraceError("event: there is no run_started before it")
-        self.found = []
+        if self.found:
+            self.found = []
         return self._apply[type(event)](event)
 
     @property

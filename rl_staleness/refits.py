@@ -142,12 +142,11 @@ class Refits:
 
     def release(self, call: str) -> None:
         """One waiting group less holds this call."""
-        holders = self._holders[call] - 1
+        holders = self._holders.pop(call) - 1
         if holders:
             self._holders[call] = holders
             return
-        del self._holders[call]
-        counts = self.listed.pop(call, None) or self.aside.pop(call, None)
+        counts = self.listed.pop(call, None) or self.aside.get(call)
         if counts is not None:
             self.aside[call] = counts
             self._gone[call] = None
