@@ -289,6 +289,7 @@ class Run:
         )
         self.trace = trace
         self.first = served.version
+        self._most = 0
         self.made: list[tuple[Group, list[list[int]]]] = []
         """Published groups, and the tokens that the trainer got of each of their calls."""
 
@@ -309,6 +310,16 @@ class Run:
     def rollouts(self, number: int, tokens: int = 200, **params: Any) -> list[asyncio.Task[Group]]:
         """Begin many."""
         return [asyncio.create_task(self.rollout(tokens, **params)) for _ in range(number)]
+
+    async def reached(self, tokens: int) -> None:
+        """Wait until a running call has so many tokens more than any had at the last refit."""
+        await asyncio.sleep(0.005)  # tasks that were just made begin
+        while self.engine._running:
+            most = max(running.count() for running in self.engine._running.values())
+            if most >= self._most + tokens:
+                self._most = most
+                return
+            await asyncio.sleep(0.005)
 
     async def refit(self, *, mode: str = "keep", clear_cache: bool = False) -> None:
         """Pause, move the weights by one update, resume."""
