@@ -36,11 +36,11 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, Literal
 
 from rl_staleness.engines import Capture, Cut, LiveCall, captured, capturing
@@ -76,21 +76,28 @@ class Evidence:
     problems: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Running:
-    """A captured call that has not ended."""
+class _Output:
+    """The output of a call whose detokenizer keeps more than that in its list."""
 
-    call: LiveCall
-    adapter: Any = None
+    def __init__(self, detokenizer: Any) -> None:
+        self._detokenizer = detokenizer
+
+    def __len__(self) -> int:
+        return int(self._detokenizer.num_output_tokens())
+
+
+@dataclass(kw_only=True, slots=True)
+class _Running(LiveCall):
+    """A captured call, with what is needed of it until it ends."""
+
+    adapter: Any = field(default=None, repr=False)
     """The LoRA request that it was submitted with."""
-    state: Any = None
+    state: Any = field(default=None, repr=False)
     """vLLM's own state of it, from when the front end knows it."""
+    output: Sized = field(default=(), repr=False)
+    """As long as the tokens that the front end has processed."""
     labelled: bool = True
     """No label of its tokens is in doubt."""
-
-    def count(self) -> int:
-        """Output tokens that the front end has processed."""
-        return 0 if self.state is None else int(self.state.detokenizer.num_output_tokens())
 
 
 @dataclass(slots=True)
@@ -120,7 +127,7 @@ class _Labels:
         if not (self.believed and running.labelled):
             return None
         starts = getattr(running.state, "weight_version_starts", None)  # vLLM 0.32 and later
-        return spans_from_labels(starts, tokens, self.versions) if starts else None
+        return spans_from_labels(starts, tokens, self.versions) if starts and tokens else None
 
 
 def spans_from_labels(
@@ -132,14 +139,15 @@ def spans_from_labels(
     ((0, 30, 0), (30, 90, 2))
     """
     spans: list[tuple[int, ...]] = []
-    stops = [start for _, start in starts[1:]] + [tokens]
-    for (label, start), stop in zip(starts, stops, strict=True):
+    stop = tokens
+    for label, start in reversed(starts):
         version = versions.get(label)
         if version is None:
             return None
-        if start < min(stop, tokens):  # else a stop string took all of it away
-            spans.append((start, min(stop, tokens), version))
-    return tuple(spans) or None
+        if start < stop:  # else a stop string took all of it away
+            spans.append((start, stop, version))
+            stop = start
+    return tuple(reversed(spans)) or None
 
 
 class _PendingCut:
@@ -227,9 +235,12 @@ class VllmEngine:
         self._num_calls = 0
         self._running: dict[str, _Running] = {}
         self._by_request: dict[str, _Running] = {}
+        self._outputs: dict[str, Sized] = {}  # of running calls that a cut may list
+        self._lists_are_outputs = True
 
         self._marker_reached = False
-        self._num_pausing = 0  # calls of pause_generation that have not returned
+        self._paused = False  # by this front end, as far as it knows
+        self._num_pausing = 0  # its requests to pause that have not been answered
         self._complaints: set[str] = set()
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         self._missing = self._attach()
@@ -341,7 +352,7 @@ class VllmEngine:
         def reached(seen: int) -> None:
             running = self._running.get(capture.calls[0].call)
             if running is not None:
-                counts.append((seen, running.count()))
+                counts.append((seen, len(running.output)))
 
         received = 0
         async for output in self._llm.generate(prompt, params, f"rl-staleness-{self._boot}"):
@@ -367,27 +378,28 @@ class VllmEngine:
         self._label_first()
         prompt = _argument(args, kwargs, 1, "prompt")
         params = getattr(prompt, "sampling_params", None) or _argument(args, kwargs, 2, "params")
+        request = _argument(args, kwargs, 0, "request_id")
+        adapter = _argument(args, kwargs, 4, "lora_request")
+        version, after = (self._version, self._refit) if self._started else (0, None)
         begun: list[_Running] = []
         for _ in range(getattr(params, "n", 0)):  # a pooling request has no n, and no tokens
             self._num_calls += 1
-            name = f"{_argument(args, kwargs, 0, 'request_id')}/{self._boot}{self._num_calls}"
-            call = LiveCall(call=name, engine=self._name, version=self._version, after=self._refit)
-            if not self._started:
-                call.version, call.after = 0, None
-            running = _Running(call)
-            self._bind(running, _argument(args, kwargs, 4, "lora_request"))
+            name = f"{request}/{self._boot}{self._num_calls}"
+            running = _Running(call=name, engine=self._name, version=version, after=after)
             self._running[name] = running
-            capture.calls.append(call)
+            self._outputs[name] = ()
+            if adapter is not None or after is None:
+                self._bind(running, adapter)
+            capture.calls.append(running)
             begun.append(running)
         return begun
 
     def _bind(self, running: _Running, adapter: Any) -> None:
-        """Say of the whole call what is known as it begins, where no refit can move it on."""
+        """Say of a whole call what is known as it begins: no cut will say more of it."""
         running.adapter = adapter
-        if running.call.after is not None and adapter is None:
-            return
+        self._outputs.pop(running.call, None)
         version = None if adapter is None else self._guarded(self._version_of, adapter)
-        running.call.spans = ((0, LARGEST, *((0, LARGEST) if version is None else (version,))),)
+        running.spans = ((0, LARGEST, *((0, LARGEST) if version is None else (version,))),)
 
     def _version_of(self, adapter: Any) -> int | None:
         if self._lora_version is not None:
@@ -395,21 +407,25 @@ class VllmEngine:
             return None if version is None else int(version)
         return self._adapters.get(adapter.lora_int_id, (0, None))[1]
 
-    def _link(self, _: object, request: Any, *__: Any, **___: Any) -> None:
+    def _link(self, request: Any, submitted: Sequence[_Running]) -> None:
         """The front end knows a request of this task now (or more input of one that streams)."""
-        submitted: tuple[_Running, ...] = _submitted.get()
-        state = self._processor.request_states.get(request.request_id) if submitted else None
+        state = self._processor.request_states.get(request.request_id)
         if state is None or state.request_index >= len(submitted):
             return
         running = submitted[int(state.request_index)]
-        if running.state is None:
-            running.state = state
-            self._by_request[state.request_id] = running
-            if running.adapter is None and state.lora_request is not None:
-                self._bind(running, state.lora_request)  # one that the engine adds by default
-
-    def _note_finished(self, _: object, state: Any) -> None:
-        self._note_aborted([state.request_id])
+        if running.state is not None or running.ended:
+            return
+        running.state = state
+        self._by_request[state.request_id] = running
+        if running.adapter is None and state.lora_request is not None:
+            self._bind(running, state.lora_request)  # one that the engine adds by default
+        # The list itself, which grows in place, is all that a cut has to look at.
+        output: Sized | None = getattr(state.detokenizer, "token_ids", None)
+        if output is None or len(output) or not self._lists_are_outputs:
+            output = _Output(state.detokenizer)
+        running.output = output
+        if running.call in self._outputs:
+            self._outputs[running.call] = output
 
     def _note_aborted(self, request_ids: Iterable[str], *_: Any, **__: Any) -> None:
         for request_id in request_ids:
@@ -419,38 +435,44 @@ class VllmEngine:
 
     def _end(self, running: _Running) -> None:
         """A call was finished or aborted, or could not be submitted: its record is final."""
-        call = running.call
-        if self._running.pop(call.call, None) is None:
+        if self._running.pop(running.call, None) is None:
             return
+        self._outputs.pop(running.call, None)
+        tokens = 0
         if running.state is not None:
             self._by_request.pop(running.state.request_id, None)
-        tokens = call.tokens = running.count()
-        call.until = None if call.after is None else self._refit
+            tokens = running.state.detokenizer.num_output_tokens()
+            if tokens != len(running.output):
+                self._lists_are_outputs = False
+                self._complain("its lists of tokens are not its outputs: the last cuts are wrong")
+        running.tokens = tokens
+        if running.after is not None:
+            running.until = self._refit
         if self._open and self._marker_reached:
             running.labelled = False  # generation went on before the new version was told
-        if call.spans is None:
-            call.spans = self._guarded(self._labels.spans, running, tokens)
+        if running.spans is None:
+            running.spans = self._labels.spans(running, tokens)
         else:
-            call.spans = ((0, tokens, *call.spans[0][2:]),) if tokens else None
-        call.ended = True
+            running.spans = ((0, tokens, *running.spans[0][2:]),) if tokens else None
+        running.state = running.adapter = None  # whoever keeps the call does not keep them
+        running.output = ()
+        running.ended = True
 
     # Cuts, on the engine's own thread.
 
     def _take_cut(self, refit: int, pending: _PendingCut) -> None:
         """Have the calls counted at the marker, and ask whether the engine is paused."""
         kv, self._kv = self._kv, None
-        alone = getattr(self._front, "_client_count", 1) == 1
-        complete = not (alone and self._num_pausing)
         if self._blocks or self._own_loop() is None:
             # A synchronous engine is refitted between calls; the other one had no call so far.
             pending.finish(None if self._running or self._missing else Cut(calls={}))
             return
 
-        def reached() -> None:
-            self._marker_reached = True
-            pending.counted(self._count(refit, kv, exact=complete))
+        def put(*, exact: bool) -> None:
+            def reached() -> None:
+                self._marker_reached = True
+                pending.counted(self._count(refit, kv, exact=exact))
 
-        def put() -> None:
             if not self._put_marker(reached):
                 pending.counted(self._count(refit, kv, exact=False))
 
@@ -463,15 +485,25 @@ class VllmEngine:
                 error = answer if isinstance(answer, BaseException) else None
                 self._complain("it did not say that it is paused: the refit has no cut", error)
                 self._doubt_labels()
-            elif not alone:
-                put() if still else pending.finish(None)
+            elif still:
+                put(exact=not self._num_pausing)
+            else:
+                pending.finish(None)
             pending.answered(paused=paused)
 
-        # When another front end had the engine paused, our outputs of before may be on their way
-        # until the engine answers us; its answer is then good for as long as the refit is open.
-        if alone:
-            put()
-        self._ask("is_scheduler_paused", then=answered)
+        if self._known_to_be_paused():
+            self._labels.believed = not self._labels.failed
+            put(exact=True)
+            pending.answered(paused=True)
+        else:
+            # Our outputs of before may be on their way until the engine answers us; its answer is
+            # then good for as long as the refit is open.
+            self._ask("is_scheduler_paused", then=answered)
+
+    def _known_to_be_paused(self) -> bool:
+        """The engine told this front end that it is paused, and no other can have resumed it."""
+        alone = getattr(self._front, "_client_count", 1) == 1
+        return alone and self._paused and not self._num_pausing
 
     def _put_marker(self, reached: Callable[[], object]) -> bool:
         """Have ``reached`` called behind the outputs that wait for the front end now, if it can."""
@@ -491,11 +523,10 @@ class VllmEngine:
     def _count(self, refit: int, kv: Literal["kept", "recomputed"] | None, *, exact: bool) -> Cut:
         """Count the calls that had begun before the pause, and that the refit can move on."""
         begin = time.perf_counter()
-        counts: dict[str, int] = {}
-        for name, running in self._running.items():
-            after = running.call.after
-            if after is not None and after < refit and running.adapter is None:
-                counts[name] = running.call.tokens = running.count()
+        counts = {name: len(output) for name, output in self._outputs.items()}
+        for name in [name for name, count in counts.items() if not count]:
+            if (self._running[name].after or 0) >= refit:
+                del counts[name]
         spent = time.perf_counter() - begin
         return Cut(calls=counts, exact=exact, kv=kv, snapshot_seconds=spent)
 
@@ -504,28 +535,34 @@ class VllmEngine:
         for running in self._running.values():
             running.labelled = False
             if running.adapter is None:
-                running.call.after = None
-
-    def _note_pause(
-        self, _: object, *, mode: str = "abort", clear_cache: bool = True, **__: Any
-    ) -> None:
-        """Generation was paused: note what becomes of the KV cache of running calls."""
-        self._kv = None if mode != "keep" else "recomputed" if clear_cache else "kept"
+                running.after = None
+        self._outputs.clear()
 
     def _pausing(self, original: Any) -> Any:
         """Know whether a pause is complete: until then outputs of before may still be made."""
 
         @wraps(original)
-        async def pause_generation(*args: Any, **kwargs: Any) -> Any:
+        async def pause(*args: Any, **kwargs: Any) -> Any:
             self._num_pausing += 1
             try:
                 result = await original(*args, **kwargs)
+                self._paused = True
             finally:
                 self._num_pausing -= 1
-            self._guarded(self._note_pause, result, *args, **kwargs)
+            self._kv = None
+            if kwargs.get("mode") == "keep" and "clear_cache" in kwargs:
+                self._kv = "recomputed" if kwargs["clear_cache"] else "kept"
             return result
 
-        return pause_generation
+        return pause
+
+    def _resuming(self, original: Any) -> Any:
+        @wraps(original)
+        def resume(*args: Any, **kwargs: Any) -> Any:
+            self._paused = False
+            return original(*args, **kwargs)
+
+        return resume
 
     # Labels, on the engine's own thread.
 
@@ -555,21 +592,28 @@ class VllmEngine:
             labels.due = True
             return
 
-        def set_(answer: object) -> None:
+        def settled(answer: object) -> None:
             if isinstance(answer, BaseException):
                 labels.failed = True
                 self._complain("it did not take a label: its spans are not used", answer)
-
-        def settled(answer: object) -> None:
-            if in_pause and answer is not True:
-                self._complain("it was not paused when a refit was done: spans are not used")
-                self._doubt_labels()
             if self._refit == refit and not self._open:
                 labels.believed = not labels.failed
 
-        if label != labels.of_trainer:
-            self._ask("set_weight_version", label, then=set_)
-        self._ask("is_scheduler_paused", then=settled)
+        def checked(answer: object) -> None:
+            if answer is not True:
+                self._complain("it was not paused when a refit was done: spans are not used")
+                self._doubt_labels()
+            if theirs:
+                settled(None)
+
+        theirs = label == labels.of_trainer
+        if not in_pause or self._known_to_be_paused():
+            if theirs:
+                settled(None)
+        else:
+            self._ask("is_scheduler_paused", then=checked)
+        if not theirs:
+            self._ask("set_weight_version", label, then=settled)
 
     def _doubt_labels(self) -> None:
         """Generation went on while weights or label changed: what runs now has no spans."""
@@ -599,7 +643,7 @@ class VllmEngine:
         self._adapters.pop(number, None)
         for running in self._running.values():
             if running.adapter is not None and running.adapter.lora_int_id == number:
-                running.call.spans = ((0, LARGEST, 0, LARGEST),)
+                running.spans = ((0, LARGEST, 0, LARGEST),)
         loaded = (self._refit, self._version_ahead) if self._open else (self._refit, None)
         _remember(self._adapters, number, loaded)
 
@@ -625,11 +669,17 @@ class VllmEngine:
             self._complain(f"this version cannot be followed, it has no {', '.join(missing)}")
             return missing
         self._wrap(front, "add_request", self._capturing(front.add_request))
-        self._watch(processor, "add_request", self._link)
-        self._watch(processor, "_finish_request", self._note_finished)
+        self._wrap(processor, "add_request", self._linking(processor.add_request))
+        self._wrap(processor, "_finish_request", self._finishing(processor._finish_request))
         self._watch(processor, "abort_requests", self._note_aborted)
-        if hasattr(front, "pause_generation"):
-            self._wrap(front, "pause_generation", self._pausing(front.pause_generation))
+        for name, ours in (
+            ("pause_scheduler_async", self._pausing),
+            ("sleep_async", self._pausing),
+            ("resume_scheduler_async", self._resuming),
+            ("wake_up_async", self._resuming),
+        ):
+            if hasattr(self._core, name):
+                self._wrap(self._core, name, ours(getattr(self._core, name)))
         self._watch(front, "add_lora", self._note_adapter)
         self._watch(front, "remove_lora", self._note_removed)
         self._watch(front, "update_weight_version", self._note_label)
@@ -660,6 +710,29 @@ class VllmEngine:
 
         waits = inspect.iscoroutinefunction(original)
         self._wrap(owner, attribute, watched_coroutine if waits else watched)
+
+    def _linking(self, original: Any) -> Any:
+        @wraps(original)
+        def add_request(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            submitted: tuple[_Running, ...] = _submitted.get()
+            if submitted:
+                self._guarded(self._link, _argument(args, kwargs, 0, "request"), submitted)
+            return result
+
+        return add_request
+
+    def _finishing(self, original: Any) -> Any:
+        @wraps(original)
+        def finish_request(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            state = _argument(args, kwargs, 0, "req_state")
+            running = self._by_request.get(getattr(state, "request_id", ""))
+            if running is not None:
+                self._guarded(self._end, running)
+            return result
+
+        return finish_request
 
     def _capturing(self, original: Any) -> Any:
         """Make of ``add_request`` one that makes the calls of what it submits."""
@@ -766,6 +839,7 @@ class VllmEngine:
             _log.warning("rl_staleness: engine %r: %s", self._name, what, exc_info=error)
 
 
+@cache
 def _vllm(module: str) -> Any:
     """A module of vLLM, which is there when its engine is."""
     return importlib.import_module(f"vllm.{module}")

@@ -315,7 +315,7 @@ class Run:
         """Wait until a running call has so many tokens more than any had at the last refit."""
         await asyncio.sleep(0.005)  # tasks that were just made begin
         while self.engine._running:
-            most = max(running.count() for running in self.engine._running.values())
+            most = max(len(running.output) for running in self.engine._running.values())
             if most >= self._most + tokens:
                 self._most = most
                 return
