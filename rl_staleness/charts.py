@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from rl_staleness.page import (
+    BOUNDS,
     DROPPED,
     IN_FLIGHT,
     IN_QUEUE,
@@ -93,7 +94,7 @@ def _bounds(parts: Sequence[Stretch]) -> list[Figure]:
     """The least and the most that the mean can be, where they differ."""
     if all(p.age_lo == p.age_hi for p in parts):
         return []
-    dashes = {"color": "#a1458b", "width": 1.5, "dash": "dot"}
+    dashes = {"color": BOUNDS, "width": 1.5, "dash": "dot"}
     low = line(parts, [p.age_lo for p in parts], "bounds of the mean", mode="lines", line=dashes)
     high = line(
         parts, [p.age_hi for p in parts], "age_hi", mode="lines", line=dashes, showlegend=False

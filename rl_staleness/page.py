@@ -20,6 +20,7 @@ import msgspec
 from rl_staleness.view import Stretch
 
 __all__ = [
+    "BOUNDS",
     "DROPPED",
     "IN_FLIGHT",
     "IN_QUEUE",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 INK = "#1b1f24"
+BOUNDS = "#a1458b"
 IN_FLIGHT, IN_QUEUE, TRAINED, DROPPED = "#7cc0ec", "#f2b134", "#0072b2", "#d55e00"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1b1f24", "#8a8f98")
 """Colours that are told apart without red and green (Okabe and Ito)."""

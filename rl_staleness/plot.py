@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_staleness.heat import cells, is_long
 from rl_staleness.page import (
+    BOUNDS,
     DROPPED,
     IN_FLIGHT,
     IN_QUEUE,
@@ -20,7 +21,7 @@ from rl_staleness.page import (
     clean,
     middles,
 )
-from rl_staleness.report import sentence
+from rl_staleness.report import sentence, title
 from rl_staleness.view import MOST, RunView, Stretch, look_at, marks, stretches
 
 __all__ = ["INCHES", "PIXELS_PER_INCH", "picture", "plot"]
@@ -60,7 +61,7 @@ def picture(view: RunView) -> bytes:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.get_major_locator().set_params(integer=True)
-    words = f"Staleness of {clean(view.run)}\n{fill(sentence(view), 140)}"
+    words = f"{clean(title(view))}\n{fill(sentence(view), 140)}"
     figure.suptitle(words, x=0.01, ha="left", fontsize=11, parse_math=False)
     return _saved(figure)
 
@@ -102,6 +103,11 @@ def _age(axis: Any, steps: Sequence[Stretch], refits: Sequence[float]) -> None:
     axis.fill_between(x, zero, flight, color=IN_FLIGHT, linewidth=0, label="in flight")
     axis.fill_between(x, flight, age, color=IN_QUEUE, linewidth=0, label="in queue")
     axis.fill_between(x, p50, p95, color="#3c444d", alpha=0.16, linewidth=0, label="p50 to p95")
+    low, high = (_floats([getattr(s, name) for s in steps]) for name in ("age_lo", "age_hi"))
+    if low != high:
+        dots = {"color": BOUNDS, "linewidth": 1.3, "linestyle": ":"}
+        axis.plot(x, low, label="bounds of the mean", **dots)
+        axis.plot(x, high, **dots)
     marker = "o" if len(x) <= 40 else None
     axis.plot(x, age, color=INK, linewidth=2, marker=marker, markersize=4, label="batch age")
     if refits:
@@ -115,8 +121,10 @@ def _age(axis: Any, steps: Sequence[Stretch], refits: Sequence[float]) -> None:
             transform=place,
             label="refits",
         )
+    if not any(value for value in (*p95, *age, *high) if value == value):
+        axis.set_ylim(-0.05, 1.05)  # an axis around nothing but 0 would show noise
     axis.set_ylabel("age in policy updates")
-    axis.legend(ncols=5, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
+    axis.legend(ncols=6, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
 
 
 def _versions(figure: Any, axis: Any, steps: Sequence[Stretch]) -> None:
@@ -140,17 +148,9 @@ def _tokens(axis: Any, steps: Sequence[Stretch]) -> None:
     trained = [step.tokens for step in steps]
     dropped = [sum(step.dropped.values()) for step in steps]
     axis.bar(x, trained, width, color=TRAINED, label="trained")
-    axis.bar(
-        x,
-        dropped,
-        width,
-        bottom=trained,
-        color="#fff",
-        hatch="////",
-        edgecolor=DROPPED,
-        linewidth=0,
-        label="dropped",
-    )
+    if any(dropped):
+        look = {"color": "#fff", "hatch": "////", "edgecolor": DROPPED, "linewidth": 0}
+        axis.bar(x, dropped, width, bottom=trained, label="dropped", **look)
     axis.set_ylabel("tokens")
     axis.legend(ncols=2, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
 

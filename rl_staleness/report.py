@@ -7,6 +7,7 @@ a run too long to draw step by step is drawn in stretches of steps, and says so.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -25,7 +26,7 @@ from rl_staleness.page import (
 )
 from rl_staleness.view import MOST, RunView, Stretch, look_at, marks, stretches
 
-__all__ = ["draw", "report", "sentence"]
+__all__ = ["draw", "report", "sentence", "title"]
 
 LISTED = 50
 """Rows of a table at most."""
@@ -68,7 +69,13 @@ def draw(view: RunView) -> str:
         parts.append(_charts(view, steps))
     parts.append(_tables(view))
     parts.append(_WORDS)
-    return page(title=f"Staleness of {view.run}", body="\n".join(parts), figures=figures)
+    return page(title=title(view), body="\n".join(parts), figures=figures)
+
+
+def title(view: RunView) -> str:
+    """The name of the run, not yet escaped; of one that it was given by default, the beginning."""
+    made_up = re.fullmatch("[0-9a-f]{32}", view.run)
+    return f"Staleness of run {view.run[:8]}" if made_up else f"Staleness of {view.run}"
 
 
 def sentence(view: RunView) -> str:
@@ -80,6 +87,8 @@ def sentence(view: RunView) -> str:
         trained = plural(whole.tokens, "token") if whole.tokens else "no token"
         age = f"{plural(whole.num_steps, 'step')} trained {trained}, none of a known version"
         age = age if whole.tokens else age.partition(",")[0]
+    elif set(whole.tokens_by_age) == {0}:
+        age = "Every trained token was sampled by the policy that the step updated: batch age 0"
     else:
         first, last = _first_and_last(view)
         age = (
@@ -87,6 +96,8 @@ def sentence(view: RunView) -> str:
             f"({number(first)} at the first step, {number(last)} at the last)"
         )
     known = f"{share(whole.known_coverage)} of the sampling versions are known exactly"
+    if whole.age_lo != whole.age_hi:
+        known += f" (so the average is between {number(whole.age_lo)} and {number(whole.age_hi)})"
     known = known if whole.known_coverage is not None else "coverage is not known"
     dropped = f"{share(_dropped_share(view))} of all tokens were dropped"
     dropped = dropped if view.dropped_tokens else "nothing was dropped"
@@ -109,7 +120,7 @@ def _header(view: RunView) -> str:
     tiles = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _tiles(view))
     warnings = "".join(f'<p class="small warning">{line}</p>' for line in _warnings(view))
     return (
-        f"<header><h1>Staleness of {escaped(view.run)}</h1>"
+        f"<header><h1>{escaped(title(view))}</h1>"
         f'<p class="sentence">{sentence(view)}</p>'
         f'<p class="small">{_about(view)}</p>{warnings}<dl class="tiles">{tiles}</dl></header>'
     )
