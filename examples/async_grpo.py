@@ -4,7 +4,8 @@
 
 The engines are Ray actors on the CPU. They generate while the trainer updates the policy, and get
 new weights in the middle of their calls: pause(mode="keep"), load, resume. A row of the table is
-one training step. The lines that measure are marked `# staleness`.
+one training step, and a point of the charts in the MLflow and W&B runs of tracking.py. The lines
+that measure are marked `# staleness`.
 """
 
 # Ray is typed in part:
@@ -24,6 +25,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ try:
     import msgspec
     import ray
     from tiny_model import Policy, Sample, new_prompt
+    from tracking import ActiveRun, active_runs
 
     from rl_staleness import Call, StalenessCallback, StepStaleness, captured
     from rl_staleness.integrations.ray import RayEngine
@@ -98,12 +101,15 @@ class AsyncGRPOTrainer:
     """Equal parts of a step's groups, with an update each."""
     groups_per_step: int = 8
     samples_per_group: int = 8
+    runs: Sequence[ActiveRun] = ()
+    """Where the trainer's own numbers go."""
 
     def __post_init__(self) -> None:
         self.version = self.version_of_engines = 0
         self.num_begun = self.num_dropped = 0
         self.rollouts: set[asyncio.Task[None]] = set()
         self.buffer: deque[Group] = deque()
+        self.measured: list[StepStaleness] = []
         for callback in self.callbacks:
             for name, engine in self.engines.items():
                 callback.attach(RayEngine(engine, name=name))  # staleness
@@ -128,12 +134,22 @@ class AsyncGRPOTrainer:
                 for callback in self.callbacks:
                     names = [[group.name for group in batch] for batch in batches]
                     numbers = callback.on_step(batches=names)  # staleness
-                print_row(step, results, numbers)
+                self.report(step, results, numbers)
                 if step % self.refit_every == 0:
                     await self.refit()
         finally:
             for rollout in self.rollouts:
                 rollout.cancel()
+
+    def report(
+        self, step: int, results: list[tuple[float, float]], numbers: StepStaleness | None
+    ) -> None:
+        reward, distance = (statistics.mean(values) for values in zip(*results, strict=True))
+        for run in self.runs:
+            run.log(step, {"train/reward": reward, "train/ratio_distance": distance})
+        if numbers is not None:
+            self.measured.append(numbers)
+        print_row(step, reward, distance, numbers)
 
     def begin_rollouts(self) -> None:
         """Ask for the groups that steps can take in time, given the weights of the engines."""
@@ -184,11 +200,10 @@ class AsyncGRPOTrainer:
         self.version_of_engines = self.version
 
 
-def print_row(step: int, results: list[tuple[float, float]], numbers: StepStaleness | None) -> None:
+def print_row(step: int, reward: float, distance: float, numbers: StepStaleness | None) -> None:
     if step == 1:
         titles = "reward  |ratio-1|  batch age = in flight + in queue  p95  coverage"
         print(f"step  {titles}  tokens by version")
-    reward, distance = (statistics.mean(values) for values in zip(*results, strict=True))
     row = f"{step:4}  {reward:6.3f}  {distance:9.5f}  "
     if numbers is not None:
         row += f"{numbers.batch_age:9.3f}   {numbers.age_in_flight:9.3f}   "
@@ -197,7 +212,12 @@ def print_row(step: int, results: list[tuple[float, float]], numbers: StepStalen
     print(row, flush=True)
 
 
-async def run(options: argparse.Namespace, staleness: StalenessCallback, folder: Path) -> None:
+async def run(
+    options: argparse.Namespace,
+    staleness: StalenessCallback,
+    runs: Sequence[ActiveRun],
+    folder: Path,
+) -> list[StepStaleness]:
     """Start Ray and the engines, train, and leave none of their processes and files behind."""
     os.environ["TMPDIR"] = str(folder)  # for whatever the actors leave there
     ray.init(
@@ -221,8 +241,10 @@ async def run(options: argparse.Namespace, staleness: StalenessCallback, folder:
                 max_staleness=options.max_staleness,
                 refit_every=options.refit_every,
                 updates_per_step=options.updates_per_step,
+                runs=runs,
             )
             await trainer.train(options.steps)
+        return trainer.measured
     finally:
         closed = [engine.close.remote() for engine in engines.values()]
         await asyncio.gather(*closed, return_exceptions=True)
@@ -237,7 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--refit-every", type=int, default=1, metavar="STEPS")
     parser.add_argument("--updates-per-step", type=int, default=1, metavar="N")
     parser.add_argument("--sync", action="store_true", help="generate, train, refit, by turns")
-    parser.add_argument("--trace", default="rollout_trace.jsonl", metavar="FILE")
+    parser.add_argument("--output", type=Path, default="demo", metavar="FOLDER")
     options = parser.parse_args()
     if min(options.steps, options.engines, options.refit_every, options.updates_per_step) < 1:
         parser.error("there must be at least one of everything")
@@ -252,20 +274,41 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> int:
-    options = parse()
-    online: list[StepStaleness] = []
-    staleness = StalenessCallback(trace=options.trace, sinks=[online.append])  # staleness
-    print(f"starting Ray and {options.engines} vLLM engines on the CPU: a minute or less ...")
-    with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder:
-        asyncio.run(run(options, staleness, Path(folder)))
-    trace = staleness.trace or ""
+def check(trace: str, online: list[StepStaleness], num_steps: int) -> bool:
+    """Whether the trace alone gives the numbers that the callback gave."""
     command = [sys.executable, "-m", "rl_staleness.cli", "steps", "--json", trace]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()
     offline = [msgspec.json.decode(line, type=StepStaleness) for line in lines]
-    agree = online == offline and len(online) == options.steps
+    agree = online == offline and len(online) == num_steps
     verdict = "it agrees to the last digit" if agree else "IT DIFFERS"
     print(f"`rl-staleness steps {trace}` recomputes {len(offline)} steps from the trace: {verdict}")
+    return agree
+
+
+def draw(trace: str, report: Path) -> None:
+    """Draw the trace, if what draws is installed."""
+    command = [sys.executable, "-m", "rl_staleness.cli", "report", trace, "-o", str(report)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    print(f"report: {report}" if done.returncode == 0 else done.stderr.strip())
+
+
+def main() -> int:
+    options = parse()
+    name = datetime.now().strftime("async-grpo-%Y-%m-%d-%H%M%S")
+    options.output.mkdir(parents=True, exist_ok=True)
+    print(f"starting Ray and {options.engines} vLLM engines on the CPU: a minute or less ...")
+    with (
+        active_runs(options.output.resolve(), name=name, options=vars(options)) as runs,
+        tempfile.TemporaryDirectory(prefix="async-grpo-") as folder,
+    ):
+        trace = options.output / "rollout_trace.jsonl"
+        staleness = StalenessCallback(trace=trace, run=name)  # staleness: finds the active runs
+        online = asyncio.run(run(options, staleness, runs, Path(folder)))
+    written = staleness.trace or str(trace)  # another, if there was one already
+    agree = check(written, online, options.steps)
+    draw(written, Path(written).with_name("staleness_report.html"))
+    for active in runs:
+        print(active.how_to_open)
     return 0 if agree else 1
 
 

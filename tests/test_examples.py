@@ -23,10 +23,11 @@ def run(*command: str, folder: Path) -> str:
     """Run an example in a folder and return what it printed; none of its processes is left."""
     mark = uuid.uuid4().hex
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "MLFLOW_"))}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / command[0]), *command[1:]],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "RL_STALENESS_TEST": mark},
+        env={**environment, "PYTHONPATH": path, "RL_STALENESS_TEST": mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,7 +99,7 @@ def test_synchronous_demo_reads_zero(tmp_path: Path) -> None:
     """Nothing is older than the step that trains it, and the engine has exactly its weights."""
     pytest.importorskip("ray")
     printed = run("async_grpo.py", "--sync", "--steps", "5", "--engines", "1", folder=tmp_path)
-    numbers = list(steps(tmp_path / "rollout_trace.jsonl"))
+    numbers = list(steps(tmp_path / "demo" / "rollout_trace.jsonl"))
     check_sound(numbers, printed)
     assert [step.batch_age for step in numbers] == [0.0] * 5
     assert [row[2] for row in rows(printed)] == ["0.00000"] * 5
@@ -109,8 +110,8 @@ def test_asynchronous_demo_is_exact(tmp_path: Path) -> None:
     """Two engines, refitted at different moments in the middle of calls, every second step."""
     pytest.importorskip("ray")
     options = "--steps 12 --engines 2 --max-staleness 6 --refit-every 2 --updates-per-step 2"
-    printed = run("async_grpo.py", *options.split(), "--trace", "t.jsonl", folder=tmp_path)
-    trace = tmp_path / "t.jsonl"
+    printed = run("async_grpo.py", *options.split(), "--output", "out", folder=tmp_path)
+    trace = tmp_path / "out" / "rollout_trace.jsonl"
     numbers = list(steps(trace))
     check_sound(numbers, printed)
     assert [step.version for step in numbers] == list(range(0, 24, 2))
@@ -127,6 +128,49 @@ def test_asynchronous_demo_is_exact(tmp_path: Path) -> None:
     assert refits == [(f"engine-{i}", version) for version in range(4, 25, 4) for i in (0, 1)]
     assert len(lines(trace, "refit_cut")) == len(refits)
     assert cuts_against_spans(trace) > 100
+    check_mlflow(tmp_path / "out", numbers, rewards, printed)
+    check_wandb(tmp_path / "out", numbers, rewards, printed)
+    assert "<h1>Staleness of async-grpo-20" in (trace.parent / "staleness_report.html").read_text()
+    assert "report: out/staleness_report.html\n" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing lies elsewhere"
+
+
+def check_mlflow(
+    folder: Path, numbers: list[StepStaleness], rewards: list[float], printed: str
+) -> None:
+    """The run in the database that the demo names: each value of each step, and the trainer's."""
+    mlflow = pytest.importorskip("mlflow")
+    assert f"--backend-store-uri sqlite:///{folder.name}/mlflow.db\n" in printed
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    [ours] = [e for e in client.search_experiments() if e.name == "async-grpo"]
+    [found] = client.search_runs([ours.experiment_id])
+    assert found.info.status == "FINISHED"
+
+    def history(key: str) -> dict[int, float]:
+        return {p.step: p.value for p in client.get_metric_history(found.info.run_id, key)}
+
+    for key in numbers[0].metrics():
+        expected = {step.step: step.metrics()[key] for step in numbers}
+        assert history(key) == {at: float(x) for at, x in expected.items() if x is not None}, key
+    assert list(history("train/reward").values()) == pytest.approx(rewards, abs=5e-4)
+    assert [s.step for s in numbers] == sorted(history("train/reward"))
+
+
+def check_wandb(
+    folder: Path, numbers: list[StepStaleness], rewards: list[float], printed: str
+) -> None:
+    """The offline run that the demo names: a row a step, with the trainer's numbers in it."""
+    pytest.importorskip("wandb")
+    from tests.wandb_files import RunFile
+
+    [files] = (folder / "wandb").glob("offline-run-*")
+    assert f"wandb sync {files.relative_to(folder.parent)}   (" in printed
+    rows = [row for row in RunFile(files).rows if "staleness/step" in row]
+    assert [row["staleness/step"] for row in rows] == [step.step for step in numbers]
+    for row, step in zip(rows, numbers, strict=True):
+        expected = {key: value for key, value in step.metrics().items() if value is not None}
+        assert {key: row[key] for key in expected} == expected
+    assert [row["train/reward"] for row in rows] == pytest.approx(rewards, abs=5e-4)
 
 
 @pytest.mark.engine
