@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from rl_staleness.compare import compared, find_trace, overlay, text_table
+from rl_staleness.destinations import Product, product_of, replay, upload
 from rl_staleness.page import MissingExtra
 from rl_staleness.plot import plot
 from rl_staleness.report import report
@@ -107,14 +108,47 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         "sources",
         metavar="RUN",
         nargs="+",
-        help="two or more traces, or directories that hold rollout_trace.jsonl or .jsonl.gz",
+        help="two or more: traces, or directories that hold rollout_trace.jsonl or .jsonl.gz; ids"
+        " of MLflow runs; W&B runs as ENTITY/PROJECT/RUN or the folder of an offline one",
     )
+    _add_tracking_uri(command)
     _add_output(command, "staleness_compare.html")
     command.set_defaults(run=_compare)
+
+    text = "attach a trace, its report and its picture to a run, after a crash say"
+    command = commands.add_parser("upload", help=text)
+    _add_trace(command)
+    _add_run(command, "the run", required=True)
+    command.set_defaults(run=_upload)
+
+    text = (
+        "put the steps of a trace into a run, with their times, and attach it: once and only once"
+    )
+    command = commands.add_parser("replay", help=text)
+    _add_trace(command)
+    _add_run(command, "the run, default one that is made for this trace", required=False)
+    command.set_defaults(run=_replay)
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("trace", metavar="TRACE", help="rollout_trace.jsonl, or .jsonl.gz")
+
+
+def _add_run(command: argparse.ArgumentParser, which: str, *, required: bool) -> None:
+    text = f"{which}: an MLflow run id, ENTITY/PROJECT/RUN of W&B, or the folder of an offline run"
+    command.add_argument("--run", metavar="RUN", dest="target", required=required, help=text)
+    product = command.add_mutually_exclusive_group()
+    for name, title in (("wandb", "W&B"), ("mlflow", "MLflow")):
+        text = f"it is one of {title}, whatever the form of its name"
+        product.add_argument(
+            f"--{name}", dest="product", action="store_const", const=name, help=text
+        )
+    _add_tracking_uri(command)
+
+
+def _add_tracking_uri(command: argparse.ArgumentParser) -> None:
+    text = "where MLflow runs are, default MLflow's own"
+    command.add_argument("--tracking-uri", metavar="URI", help=text)
 
 
 def _add_output(command: argparse.ArgumentParser, default: str) -> None:
@@ -135,11 +169,40 @@ def _compare(arguments: argparse.Namespace) -> None:
         raise _Usage("compare: one run cannot be compared; name two or more")
     for source in arguments.sources:
         find_trace(source)
-    views = compared(arguments.sources)
+    views = compared(arguments.sources, tracking_uri=arguments.tracking_uri)
     for row in text_table(views):
         print(row)
     sys.stdout.flush()
     _write(arguments.output, overlay(views).encode())
+
+
+def _upload(arguments: argparse.Namespace) -> None:
+    product, where = _destination(arguments)
+    print(upload(arguments.trace, product, run=arguments.target, **where))
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    product, where = _destination(arguments)
+    print(replay(arguments.trace, product, run=arguments.target, **where))
+
+
+def _destination(arguments: argparse.Namespace) -> tuple[Product, dict[str, str | None]]:
+    """Which product, by its option or the form of the run's name, and where its runs are."""
+    run, product = arguments.target, arguments.product
+    if product is None and run is not None:
+        product = product_of(run)
+        if product is None:
+            raise _Usage(
+                f"--run: {run!r} is no MLflow run id (32 digits), ENTITY/PROJECT/RUN or folder of"
+                " an offline W&B run; say --mlflow or --wandb if it is one all the same"
+            )
+    if product is None:
+        raise _Usage("replay: say where, with --wandb, --mlflow or --run")
+    if product == "mlflow":
+        return "mlflow", {"tracking_uri": arguments.tracking_uri}
+    if arguments.tracking_uri is not None:
+        raise _Usage("--tracking-uri: it is MLflow's, and the run is one of W&B")
+    return "wandb", {}
 
 
 def _write(path: str, content: bytes) -> None:

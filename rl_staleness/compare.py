@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_staleness.charts import age_shares
+from rl_staleness.destinations import Product, fetch, in_scratch, product_of
+from rl_staleness.logged import is_from_trace, view_of
 from rl_staleness.page import (
     SERIES,
     Figure,
@@ -66,36 +68,60 @@ class SourceError(ValueError):
     """A source that cannot be compared; the message says why in one line."""
 
 
-def find_trace(source: str) -> str:
+def find_trace(source: str) -> str | None:
     """The trace that a source names: a file, or a directory that holds one.
 
+    Returns:
+        None: it is a run of MLflow or W&B, by the form of its name.
+
     Raises:
-        SourceError: it is neither.
+        SourceError: it is nothing of these.
     """
     path = Path(source)
     if path.is_dir():
         for name in NAMES:
             if (path / name).is_file():
                 return os.fspath(path / name)
-        raise SourceError(f"{source}: the directory holds no {NAMES[0]} (or .gz)")
-    if not path.exists():
-        raise SourceError(
-            f"{source}: no such file or directory; MLflow run ids and W&B paths are not read yet: "
-            "give the trace, or a directory that holds rollout_trace.jsonl"
-        )
-    return source
+    elif path.exists():
+        return source
+    if product_of(source) is not None:
+        return None
+    if path.is_dir():
+        raise SourceError(f"{source}: the directory holds no {NAMES[0]} (or .gz), and no W&B run")
+    raise SourceError(
+        f"{source}: no such file or directory; a run of MLflow is named by its id of 32 digits, "
+        "one of W&B by ENTITY/PROJECT/RUN or its folder"
+    )
 
 
-def compared(sources: Sequence[str]) -> dict[str, RunView]:
+def compared(sources: Sequence[str], *, tracking_uri: str | None = None) -> dict[str, RunView]:
     """Collect every source, by a name that tells it from the others.
+
+    Args:
+        tracking_uri: of the MLflow runs; default MLflow's own.
 
     Raises:
         SourceError: as `find_trace`.
+        DestinationError: a run cannot be fetched.
         TraceError: as `rl_staleness.trace.read`.
         OSError: a trace cannot be read.
     """
     traces = [find_trace(source) for source in sources]
-    return {name: look_at(trace) for name, trace in zip(_told_apart(sources), traces, strict=True)}
+    views = [
+        _fetched(source, tracking_uri) if trace is None else look_at(trace)
+        for source, trace in zip(sources, traces, strict=True)
+    ]
+    return dict(zip(_told_apart(sources), views, strict=True))
+
+
+def _fetched(source: str, tracking_uri: str | None) -> RunView:
+    """A run by its trace, or by what it logged."""
+    product: Product | None = product_of(source)
+    assert product is not None
+    where = {"tracking_uri": tracking_uri} if product == "mlflow" else {}
+    with in_scratch() as folder:
+        found = fetch(product, run=source, folder=folder, **where)
+        return look_at(found) if isinstance(found, str) else view_of(found, run=source)
 
 
 def _told_apart(sources: Sequence[str]) -> list[str]:
@@ -155,9 +181,11 @@ framework counts; dropped is the share of all tokens, pause is in engine-seconds
 
 def _row(name: str, view: RunView) -> list[str]:
     whole = view.whole
-    refits, updates = sum(view.refits.values()), sum(row.updates for row in view.rows)
+    known_all = is_from_trace(view)
+    refits = f"{sum(view.refits.values()):,}" if known_all else "-"
+    updates = f"{view.updates:,}" if known_all else "-"
     if whole is None:
-        return [name, "0", "0", "0", *["-"] * 10, str(view.violations), str(refits), "-"]
+        return [name, "0", "0", "0", *["-"] * 10, str(view.violations), refits, "-"]
     known = [r.numbers.batch_age for r in view.rows if r.numbers.batch_age is not None]
     dropped = view.dropped_tokens
     tokens = dropped + whole.tokens
@@ -166,7 +194,7 @@ def _row(name: str, view: RunView) -> list[str]:
     return [
         name,
         f"{whole.num_steps:,}",
-        f"{updates:,}",
+        updates,
         f"{whole.tokens:,}",
         _exact(whole.batch_age),
         _exact(known[0] if known else None),
@@ -175,11 +203,11 @@ def _row(name: str, view: RunView) -> list[str]:
         _exact(whole.age_in_queue),
         number(whole.age_p50),
         number(whole.age_p95),
-        number(max(whole.tokens_by_age, default=None)),
+        number(max((m for r in view.rows if (m := r.numbers.age_max) is not None), default=None)),
         share(whole.known_coverage) + ("*" if whole.num_incomplete else ""),
         share(dropped / tokens if tokens else None),
         f"{view.violations:,}",
-        f"{refits:,}",
+        refits,
         f"{sum(seconds):,.1f}" if seconds else "-",
     ]
 

@@ -192,9 +192,9 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
             tokens=tokens,
             tokens_by_age=by_age,
             tokens_by_version=_sum(step.tokens_by_version for step in steps),
-            batch_age=_mean([(s.batch_age, sum(s.tokens_by_age.values())) for s in steps]),
-            age_in_flight=_mean([(s.age_in_flight, sum(s.tokens_by_age.values())) for s in steps]),
-            age_in_queue=_mean([(s.age_in_queue, sum(s.tokens_by_age.values())) for s in steps]),
+            batch_age=_mean([(s.batch_age, _aged(s)) for s in steps]),
+            age_in_flight=_mean([(s.age_in_flight, _aged(s)) for s in steps]),
+            age_in_queue=_mean([(s.age_in_queue, _aged(s)) for s in steps]),
             age_p50=quantile(by_age, aged, 50),
             age_p95=quantile(by_age, aged, 95),
             age_lo=_mean([(s.age_lo, s.tokens) for s in steps]),
@@ -357,6 +357,11 @@ def _ages_of(call: Call, ledger: Ledger) -> Counter[int]:
     ):
         ages[ledger.version - oldest] += stop - start
     return ages
+
+
+def _aged(step: StepStaleness) -> int:
+    """Tokens that its means are over; all, where a step of logged numbers does not say."""
+    return sum(step.tokens_by_age.values()) or step.tokens
 
 
 def _sum(counts: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:

@@ -55,6 +55,17 @@ class Place:
             assert len(histories[key]) == len(points), f"{key}: a step is there twice"
         return histories
 
+    def files(self, run: str) -> list[str]:
+        """Paths of the run's artifacts, of all folders."""
+        found = self.client.list_artifacts(run)
+        for folder in [file for file in found if file.is_dir]:
+            found += self.client.list_artifacts(run, folder.path)
+        return sorted(file.path for file in found if not file.is_dir)
+
+    def content(self, run: str, name: str, folder: Path) -> bytes:
+        """An artifact, fetched into the folder."""
+        return Path(self.client.download_artifacts(run, name, str(folder))).read_bytes()
+
     def steps(self, run: str) -> list[int]:
         """Steps that have arrived."""
         return sorted(self.histories(run).get("staleness/tokens", {}))

@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -22,6 +21,8 @@ from typing import Any
 import pytest
 
 from rl_staleness import Call, StalenessCallback, steps
+from rl_staleness.plot import plot
+from rl_staleness.report import report
 from rl_staleness.sinks import Sink
 from rl_staleness.staleness import LOGGED, StepStaleness, Versions, measure
 from tests.fakes import FakeEngine
@@ -29,9 +30,14 @@ from tests.mlflow_places import Place, Proxy, Server, proxy_before
 
 mlflow = pytest.importorskip("mlflow")
 module = pytest.importorskip("rl_staleness.integrations.mlflow")
+from rl_staleness.integrations import mlflow_outbox, mlflow_points  # noqa: E402
+
 MlflowSink, active_run_sink = module.MlflowSink, module.active_run_sink
 
 ROOT = Path(__file__).resolve().parent.parent
+TRACE = "staleness/rollout_trace.jsonl.gz"
+FILES = ["staleness.png", TRACE, "staleness_report.html"]
+"""Report and picture at the root: MLflow's compare page looks nowhere else."""
 SUMMARY = {"staleness/run_mean", "staleness/run_p95", "staleness/run_max"}
 
 
@@ -94,9 +100,9 @@ def trainer(store: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that suit a test."""
-    monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(module, "LONGEST_PAUSE_SECONDS", 0.4)
+    monkeypatch.setattr(mlflow_outbox, "INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(mlflow_outbox, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(mlflow_outbox, "LONGEST_PAUSE_SECONDS", 0.4)
 
 
 def numbers(step: int, ages: dict[int, int] | None = None) -> StepStaleness:
@@ -133,6 +139,13 @@ def train(staleness: StalenessCallback, num_steps: int) -> None:
             pass
 
 
+def trace_of(path: Path, num_steps: int = 2) -> Path:
+    """A whole trace in a file."""
+    with StalenessCallback(trace=path, engines=[FakeEngine("e", counts={})], sinks=[]) as run:
+        train(run, num_steps)
+    return path
+
+
 class OddStep:
     """A step with numbers that no step should have."""
 
@@ -151,6 +164,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it does not come to that"
         time.sleep(0.05)
+
+
+def ends_in_time(close: Callable[[], str | None]) -> str | None:
+    """What a call says that ends while its server does nothing, or long before its deadline."""
+    said: list[str | None] = []
+    thread = threading.Thread(target=lambda: said.append(close()), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert said, "it did not end"
+    return said[0]
 
 
 def script(code: str, *arguments: str) -> list[str]:
@@ -209,12 +232,13 @@ def test_the_run_shows_what_the_trace_says(
     assert {key: histories[key] for key in histories.keys() - SUMMARY} == expected
     assert expected.keys() == {f"staleness/{name}" for name in LOGGED}
     assert [sorted(histories[key]) for key in SUMMARY] == [list(range(1, 13))] * 3
-    files = place.client.list_artifacts(run, "staleness")
-    assert [file.path for file in files] == ["staleness/rollout_trace.jsonl.gz"]
-    copy = place.client.download_artifacts(run, files[0].path, str(tmp_path))
-    assert gzip.decompress(Path(copy).read_bytes()) == trace.read_bytes()
+    assert place.files(run) == FILES
+    copies = {name: place.content(run, name, tmp_path) for name in FILES}
+    assert gzip.decompress(copies[TRACE]) == trace.read_bytes()
+    assert copies["staleness_report.html"].decode() == report(trace)
+    assert copies["staleness.png"] == plot(trace)
     tags = place.client.get_run(run).data.tags
-    assert {key: tags.get(key) for key in module.DEFINITIONS} == module.DEFINITIONS
+    assert {key: tags.get(key) for key in mlflow_points.DEFINITIONS} == mlflow_points.DEFINITIONS
     assert place.client.get_run(run).data.params == {}
     assert place.client.get_run(run).info.status == "RUNNING"
 
@@ -266,7 +290,7 @@ def test_a_refused_key_costs_itself_alone(
     sink = MlflowSink(run, tracking_uri=place.uri)
     for step in range(1, 4):
         sink.log(OddStep(step, **{"good": step, "b@d": 1}))
-        wait_for(lambda: not sink._writer._outboxes[module._Run(place.uri, run)].points)
+        wait_for(lambda: not sink._writer._outboxes[mlflow_points.Run(place.uri, run)].points)
     assert sink.close(trace=None, timeout=30) == f"run {run}: 3 values of staleness/b@d refused"
     assert place.histories(run)["staleness/good"] == {1: 1.0, 2: 2.0, 3: 3.0}
     assert caplog.text.count("MLflow refuses staleness/b@d") == 1
@@ -447,7 +471,7 @@ def test_a_forked_process_goes_on_with_the_run(kind: str, request: pytest.Fixtur
     run = place.new_run()
     sink = MlflowSink(run, tracking_uri=place.uri)
     sink.log(numbers(1))
-    wait_for(lambda: not sink._writer._outboxes[module._Run(place.uri, run)].points)
+    wait_for(lambda: not sink._writer._outboxes[mlflow_points.Run(place.uri, run)].points)
 
     def child() -> None:
         sink.log(numbers(2))
@@ -555,25 +579,24 @@ def test_a_server_that_comes_back_while_we_close_gets_every_step(
 ) -> None:
     """And the trace."""
     run = served.new_run()
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("{}\n")
+    trace = trace_of(tmp_path / "trace.jsonl")
     sink = MlflowSink(run, tracking_uri=proxy.uri)
     sink.log(numbers(1))
     threading.Timer(2.0, proxy.start).start()
     assert sink.close(trace=str(trace), timeout=60) is None
     assert served.steps(run) == [1]
-    assert len(served.client.list_artifacts(run, "staleness")) == 1
+    assert served.files(run) == FILES
 
 
 def test_close_does_not_wait_for_the_end_of_a_pause(
     served: Place, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is back gets everything, however long it was away."""
-    monkeypatch.setattr(module, "LONGEST_PAUSE_SECONDS", 600.0)
-    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(mlflow_outbox, "LONGEST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(mlflow_outbox, "FIRST_PAUSE_SECONDS", 600.0)
     run = served.new_run()
     sink = MlflowSink(run, tracking_uri=proxy.uri)
-    outbox = module._Run(proxy.uri, run)
+    outbox = mlflow_points.Run(proxy.uri, run)
     sink.log(numbers(1))
     wait_for(lambda: sink._writer._outboxes[outbox].error is not None)
     proxy.start()
@@ -585,27 +608,20 @@ def test_close_does_not_wait_for_the_end_of_a_pause(
 def test_close_ends_in_time_and_says_what_is_missing(
     how: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """Whatever the server does; and no step waits for it."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("{}\n")
+    """Whatever the server does."""
+    trace = trace_of(tmp_path / "trace.jsonl")
     if how != "away":
         proxy.start()
     if how == "hanging":
         proxy.hang.set()
     proxy.answer = 500
     sink = MlflowSink("0" * 32, tracking_uri=proxy.uri)
-    took = []
     for step in range(1, 101):
-        began = time.perf_counter()
         sink.log(numbers(step))
-        took.append(time.perf_counter() - began)
-    began = time.monotonic()
-    line = sink.close(trace=str(trace), timeout=1.5)
-    assert time.monotonic() - began < 3
-    assert statistics.median(took) < 0.002
+    line = ends_in_time(lambda: sink.close(trace=str(trace), timeout=1.5))
     assert line is not None and "\n" not in line
     assert "1800 values of steps 1 to 100 not delivered" in line
-    assert "rollout_trace.jsonl.gz not attached" in line
+    assert "the trace not attached" in line
 
 
 def test_what_was_stored_but_not_confirmed_is_there_once(
@@ -645,7 +661,7 @@ def test_a_full_queue_drops_the_oldest_and_counts_them(
     store: Place, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest are kept."""
-    monkeypatch.setattr(module, "CAPACITY", 36)
+    monkeypatch.setattr(mlflow_outbox, "CAPACITY", 36)
     sink = MlflowSink("0" * 32, tracking_uri=proxy.uri)
     for step in range(1, 6):
         sink.log(numbers(step))
@@ -661,16 +677,13 @@ def test_a_run_that_was_deleted_costs_no_time_at_close(
     """It is said, with the reason."""
     place: Place = request.getfixturevalue(kind)
     run = place.new_run()
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("{}\n")
+    trace = trace_of(tmp_path / "trace.jsonl")
     sink = MlflowSink(run, tracking_uri=place.uri)
     sink.log(numbers(1))
     wait_for(lambda: place.steps(run) == [1])
     place.client.delete_run(run)
     sink.log(numbers(2))
-    began = time.monotonic()
-    line = sink.close(trace=str(trace), timeout=60)
-    assert time.monotonic() - began < 30
+    line = ends_in_time(lambda: sink.close(trace=str(trace), timeout=3600))
     assert line is not None and "18 values of steps 2 to 2 not delivered" in line
     assert "must be in the 'active' state" in line
     assert "not attached" in line
@@ -709,9 +722,7 @@ def test_a_token_that_expired_for_good_costs_no_time_at_close(proxy: Proxy) -> N
     proxy.answer = 401
     sink = MlflowSink("0" * 32, tracking_uri=proxy.uri)
     sink.log(numbers(1))
-    began = time.monotonic()
-    line = sink.close(trace=None, timeout=60)
-    assert time.monotonic() - began < 30
+    line = ends_in_time(lambda: sink.close(trace=None, timeout=3600))
     assert line is not None and "401" in line
 
 
@@ -732,69 +743,146 @@ def test_an_artifact_place_that_cannot_be_written_costs_the_artifact_alone(
     store: Place, tmp_path: Path
 ) -> None:
     """The numbers arrive."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("{}\n")
+    trace = trace_of(tmp_path / "trace.jsonl")
     (tmp_path / "artifacts").write_text("a file where the folder should be")
     run = store.new_run()
     sink = MlflowSink(run, tracking_uri=store.uri)
     sink.log(numbers(1))
     line = sink.close(trace=str(trace), timeout=30)
-    assert line is not None and line.startswith(f"run {run}: rollout_trace.jsonl.gz not attached")
+    assert line is not None and line.startswith(f"run {run}: rollout_trace.jsonl.gz, ")
     assert store.steps(run) == [1]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_costs_the_artifact_alone(
-    store: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the file is made before it is sent; the reason is in the line."""
-    compress = module._compress
-    monkeypatch.setattr(module, "_compress", lambda trace, path: compress(trace, "/dev/full"))
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("{}\n")
-    run = store.new_run()
-    sink = MlflowSink(run, tracking_uri=store.uri)
-    sink.log(numbers(1))
-    line = sink.close(trace=str(trace), timeout=30)
-    assert line is not None and "No space left on device" in line
-    assert store.steps(run) == [1]
+def test_a_full_disk_costs_the_files_alone(served: Place, tmp_path: Path) -> None:
+    """A process whose files may have 64 bytes: the numbers arrive, the line says why no file."""
+    run = served.new_run()
+    trace = trace_of(tmp_path / "trace.jsonl")
+    code = """
+        import resource
+        sink = MlflowSink(sys.argv[1], tracking_uri=sys.argv[2])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        sink.log(numbers(1))
+        line = sink.close(trace=sys.argv[3], timeout=60)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        print(line)
+    """
+    line = run_to_end(code, run, served.uri, str(trace), limit=120)
+    assert line.startswith(f"run {run}: rollout_trace.jsonl.gz, staleness_report.html, ")
+    assert "not attached (OSError: [Errno 27] File too large" in line
+    assert served.steps(run) == [1]
+    assert served.files(run) == []
 
 
 def test_a_server_that_cannot_store_artifacts_is_left_at_the_deadline(
     served: Place, proxy: Proxy, tmp_path: Path
 ) -> None:
     """MLflow's own retries would take four minutes."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("{}\n")
+    trace = trace_of(tmp_path / "trace.jsonl")
     run = served.new_run()
     proxy.start()
     proxy.only, proxy.answer = "/mlflow-artifacts/", 500
     sink = MlflowSink(run, tracking_uri=proxy.uri)
     sink.log(numbers(1))
-    began = time.monotonic()
-    line = sink.close(trace=str(trace), timeout=8)
-    assert time.monotonic() - began < 10
-    assert line is not None and "rollout_trace.jsonl.gz not attached" in line
+    line = ends_in_time(lambda: sink.close(trace=str(trace), timeout=8))
+    assert line is not None and "the trace not attached (out of time)" in line
     assert served.steps(run) == [1]
 
 
-def test_each_file_fails_alone(
+def test_each_drawing_fails_alone(
     store: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files at the root and in folders; one that cannot be made is named."""
-
-    def fail(trace: str, path: str) -> None:
-        raise RuntimeError("no picture")
-
-    def write(trace: str, path: str) -> None:
-        Path(path).write_text("made of " + trace)
-
-    files = [module._File("a.png", None, fail), module._File("b.html", None, write)]
-    monkeypatch.setattr(module, "_files", lambda trace: files)
+    """What is not installed is named with the way to get it; the rest is attached."""
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "plotly.py").write_text("raise ImportError('not here')")
+    monkeypatch.syspath_prepend(str(absent))
     run = store.new_run()
-    line = MlflowSink(run, tracking_uri=store.uri).close(trace="t", timeout=30)
-    assert line == f"run {run}: a.png not attached (RuntimeError: no picture)"
-    assert [file.path for file in store.client.list_artifacts(run)] == ["b.html"]
+    trace = trace_of(tmp_path / "trace.jsonl")
+    line = MlflowSink(run, tracking_uri=store.uri).close(trace=str(trace), timeout=60)
+    assert line == (
+        f"run {run}: staleness_report.html not attached"
+        " (the report needs plotly: pip install 'rl-staleness[report]')"
+    )
+    assert store.files(run) == ["staleness.png", TRACE]
+
+
+def test_a_trace_that_cannot_be_drawn_is_attached(store: Place, tmp_path: Path) -> None:
+    """It is the evidence, whatever is wrong with it."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"event":"run_finished","time":1.0,"status":"ok"}\n')
+    run = store.new_run()
+    line = MlflowSink(run, tracking_uri=store.uri).close(trace=str(trace), timeout=60)
+    assert line is not None
+    assert line.count("there is no run_started before it") == 2
+    assert store.files(run) == [TRACE]
+    assert gzip.decompress(store.content(run, TRACE, tmp_path)) == trace.read_bytes()
+
+
+def test_drawing_that_takes_too_long_costs_the_drawings_alone(
+    store: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace goes first; the line says what happened."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "plotly.py").write_text("import time; time.sleep(3600)")
+    monkeypatch.syspath_prepend(str(slow))
+    run = store.new_run()
+    trace = trace_of(tmp_path / "trace.jsonl")
+    sink = MlflowSink(run, tracking_uri=store.uri)
+    line = ends_in_time(lambda: sink.close(trace=str(trace), timeout=4))
+    assert line is not None and store.files(run) == [TRACE]
+    assert "staleness.png" in line or "the trace" in line
+
+
+def test_at_a_checkpoint_the_whole_lines_are_attached(store: Place, tmp_path: Path) -> None:
+    """While the trace is written; what comes later takes its place."""
+    run = store.new_run()
+    trace = trace_of(tmp_path / "trace.jsonl")
+    whole = trace.read_bytes()
+    sink = MlflowSink(run, tracking_uri=store.uri)
+    trace.write_bytes(whole + b'{"event":"step_tr')
+    sink.attach(str(trace))
+    wait_for(lambda: store.files(run) == FILES)
+    assert gzip.decompress(store.content(run, TRACE, tmp_path)) == whole
+    more = trace_of(tmp_path / "more.jsonl", 4)
+    assert sink.close(trace=str(more), timeout=60) is None
+    assert store.files(run) == FILES
+    assert gzip.decompress(store.content(run, TRACE, tmp_path)) == more.read_bytes()
+    assert store.content(run, "staleness_report.html", tmp_path).decode() == report(more)
+
+
+def test_numbers_do_not_wait_for_files(
+    served: Place, proxy: Proxy, tmp_path: Path, quick: None
+) -> None:
+    """A server that never answers an upload takes points all the same."""
+    run = served.new_run()
+    proxy.start()
+    proxy.only = "/mlflow-artifacts/"
+    proxy.hang.set()
+    sink = MlflowSink(run, tracking_uri=proxy.uri)
+    sink.attach(str(trace_of(tmp_path / "trace.jsonl")))
+    sink.log(numbers(1))
+    wait_for(lambda: served.steps(run) == [1])
+    line = ends_in_time(lambda: sink.close(trace=str(tmp_path / "trace.jsonl"), timeout=1))
+    assert line == f"run {run}: the trace not attached (out of time)"
+
+
+def test_a_resumed_run_goes_on_with_its_summary(store: Place) -> None:
+    """The mean is over the tokens of both incarnations."""
+    run = store.new_run()
+    sink = MlflowSink(run, tracking_uri=store.uri)
+    sink.log(numbers(1, {0: 90, 1: 9}))
+    assert sink.close(trace=None, timeout=30) is None
+    sink = MlflowSink(run, tracking_uri=store.uri)
+    sink.resume({0: 90, 1: 9})
+    sink.log(numbers(2, {9: 1}))
+    assert sink.close(trace=None, timeout=30) is None
+    histories = store.histories(run)
+    assert {key: histories[key][2] for key in SUMMARY} == {
+        "staleness/run_mean": 18 / 100,
+        "staleness/run_p95": 1.0,
+        "staleness/run_max": 9.0,
+    }
 
 
 # The end.

@@ -25,6 +25,8 @@ class StubServer:
         self.operations: list[str] = []
         self.alerts: list[dict[str, Any]] = []
         self.artifacts: list[dict[str, Any]] = []
+        self.states: dict[str, str] = {}
+        """By run, where it is not finished."""
         self.refuse: int | None = None
         """An HTTP status to answer everything with."""
         self._server: ThreadingHTTPServer | None = None
@@ -58,6 +60,38 @@ class StubServer:
         """The rows of a run in order."""
         return [row for _, row in sorted(self.history.get(run, {}).items())]
 
+    def history_keys(self, run: str) -> dict[str, Any]:
+        """What is said of a run's rows before they are asked for."""
+        keys = {key for row in self.rows(run) for key in row}
+        kinds = {"typeCounts": [{"type": "number", "count": 1}], "monotonic": False}
+        last = max((row["_step"] for row in self.rows(run)), default=-1)
+        return {"lastStep": last, "sets": [], "keys": dict.fromkeys(keys, kinds)}
+
+    def details(self, run: str) -> dict[str, Any] | None:
+        """A run as the public API shows it; None: there is none."""
+        if run not in self.history and run not in self.states:
+            return None
+        texts = dict.fromkeys(("config", "systemMetrics", "summaryMetrics"), "{}")
+        times = dict.fromkeys(("createdAt", "heartbeatAt"), "2026-01-01T00:00:00Z")
+        empty = dict.fromkeys(("group", "jobType", "commit", "sweepName"))
+        return {
+            "id": "r",
+            "projectId": "1",
+            "name": run,
+            "displayName": run,
+            "tags": [],
+            "description": "",
+            "notes": "",
+            "readOnly": False,
+            "state": self.states.get(run, "finished"),
+            "user": {"name": "e", "username": "e"},
+            "historyLineCount": len(self.rows(run)),
+            "historyKeys": self.history_keys(run),
+            **texts,
+            **times,
+            **empty,
+        }
+
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL answer."""
         self.operations.append(operation)
@@ -90,6 +124,25 @@ class StubServer:
                         "wandbConfig": json.dumps({"t": 1}),
                     }
                 return {"model": model}
+            case "GetDefaultEntity":
+                return {"viewer": {"id": "v", "entity": "e", "username": "e"}}
+            case "Run":
+                return {"project": {"run": self.details(variables["name"])}}
+            case "RunHistoryKeys":
+                keys = self.history_keys(variables["name"])
+                return {"project": {"run": {"historyKeys": keys}}}
+            case "RunParquetHistory":
+                known = self.rows(variables["runName"])
+                history = {"parquetUrls": [], "liveData": known}
+                return {"project": {"run": {"parquetHistory": history}}}
+            case "HistoryPage":
+                first, stop = variables["minStep"], variables["maxStep"]
+                page = [
+                    json.dumps(row)
+                    for row in self.rows(variables["run"])
+                    if first <= row["_step"] < stop
+                ]
+                return {"project": {"run": {"history": page}}}
             case "CreateRunFiles":
                 return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
             case "NotifyScriptableRunAlert":

@@ -1,0 +1,205 @@
+"""What the commands do with an MLflow run: bring files and steps to it, fetch them from it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rl_staleness.artifacts import PACKED, pack
+from rl_staleness.attachments import Job
+from rl_staleness.destinations import DestinationError, Fetched, Logged, in_scratch
+from rl_staleness.integrations.mlflow_files import FOLDER, attach, is_attached
+from rl_staleness.integrations.mlflow_points import (
+    BATCH,
+    DEFINITIONS,
+    KEYS,
+    Point,
+    Run,
+    Summary,
+    client_of,
+    one_line,
+    points_of,
+    refused_of,
+)
+from rl_staleness.replay import Origin, origin_of, timed_steps
+
+__all__ = ["fetch", "replay", "upload"]
+
+ORIGIN = "staleness.replay_of"
+"""The tag of a run that `replay` made: what identifies the trace's run."""
+
+DRAWING_SECONDS = 3600.0
+
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+"""MLflow has no other switch."""
+
+_STATUS = {"finished": "FINISHED", None: "KILLED"}
+"""Of a run that `replay` made, by how its trace ends; otherwise FAILED."""
+
+
+def upload(trace: str, *, run: str, tracking_uri: str | None) -> str:
+    """Attach a trace, its report and its picture to a run; a second time changes nothing.
+
+    Returns:
+        What was done, in one line.
+
+    Raises:
+        DestinationError: it cannot be done; the message says why in one line.
+    """
+    with _told():
+        where = _existing(run, tracking_uri)
+        done = _attached(where, trace)
+        return f"MLflow run {run}: {done}"
+
+
+def replay(trace: str, *, run: str | None, tracking_uri: str | None) -> str:
+    """Bring every step that the run has not, with its time, then the files; once and only once.
+
+    Args:
+        run: default one that is made for this trace, or was by an earlier replay.
+
+    Returns:
+        What was done, in one line.
+
+    Raises:
+        DestinationError: it cannot be done; another replay goes on where this one stopped.
+        TraceError, OSError: the trace cannot be read.
+    """
+    origin = origin_of(trace)
+    with _told():
+        where = _made_for(origin, tracking_uri) if run is None else _existing(run, tracking_uri)
+        there = _points_there(where)
+        brought = _send_missing(where, trace, there)
+        files = _attached(where, trace)
+        if run is None and (brought or not there):
+            client_of(where.uri).set_terminated(
+                where.id, _STATUS.get(origin.status, "FAILED"), int(origin.ended * 1000)
+            )
+    steps = f"{brought} steps brought" if brought else "all steps were there"
+    return f"MLflow run {where.id}: {steps}; {files}"
+
+
+def fetch(run: str, folder: str, *, tracking_uri: str | None) -> Fetched:
+    """Fetch a run's trace into the folder, or where it has none, what it logged of its steps.
+
+    Raises:
+        DestinationError: it cannot be done, or the run has neither.
+    """
+    with _told():
+        where = _existing(run, tracking_uri)
+        client = client_of(where.uri)
+        files = {file.path for file in client.list_artifacts(run, FOLDER)}
+        if f"{FOLDER}/{PACKED}" in files:
+            return str(client.download_artifacts(run, f"{FOLDER}/{PACKED}", folder))
+        steps: dict[int, dict[str, float]] = {}
+        for key in KEYS:
+            for point in sorted(client.get_metric_history(run, key), key=lambda p: p.timestamp):
+                steps.setdefault(point.step, {})[key] = point.value
+    if not steps:
+        raise DestinationError(f"MLflow run {run}: it has no trace and no staleness metrics")
+    return [Logged(step, steps[step]) for step in sorted(steps)]
+
+
+def _existing(run: str, tracking_uri: str | None) -> Run:
+    """The run where it is.
+
+    Raises:
+        MlflowException: there is none of this id.
+    """
+    where = Run(_uri(tracking_uri), run)
+    client_of(where.uri).get_run(run)
+    return where
+
+
+def _uri(tracking_uri: str | None) -> str:
+    try:
+        import mlflow
+    except ModuleNotFoundError as error:
+        raise DestinationError(
+            f"MLflow is needed ({error}): pip install 'rl-staleness[mlflow]'"
+        ) from error
+    return tracking_uri or str(mlflow.get_tracking_uri())
+
+
+def _made_for(origin: Origin, tracking_uri: str | None) -> Run:
+    """The run that was made for this trace, now or by an earlier replay."""
+    uri = _uri(tracking_uri)
+    client = client_of(uri)
+    experiment = _experiment(client)
+    found = client.search_runs([experiment], f"tags.`{ORIGIN}` = '{origin.id}'")
+    if found:
+        return Run(uri, found[0].info.run_id)
+    tags = {ORIGIN: origin.id, "staleness.run": origin.run[:1000]}
+    started = int(origin.started * 1000)
+    made = client.create_run(experiment, start_time=started, tags=tags, run_name=origin.title)
+    return Run(uri, made.info.run_id)
+
+
+def _experiment(client: Any) -> str:
+    """Id of the experiment that MLflow's own variables name, or of its default one."""
+    if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            raise DestinationError(f"MLFLOW_EXPERIMENT_NAME: there is no experiment {name!r}")
+        return str(found.experiment_id)
+    return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
+
+
+def _points_there(where: Run) -> set[tuple[str, int, float]]:
+    client = client_of(where.uri)
+    keys = KEYS if client.get_run(where.id).data.metrics else ()
+    return {
+        (key, point.step, point.value)
+        for key in keys
+        for point in client.get_metric_history(where.id, key)
+    }
+
+
+def _send_missing(where: Run, trace: str, there: set[tuple[str, int, float]]) -> int:
+    """Send what is not there, oldest first; the number of steps of which something was not."""
+    summary = Summary()
+    steps = 0
+    waiting: list[Point] = []
+    for seconds, step in timed_steps(trace):
+        points, _ = points_of(step, summary, seconds=seconds)
+        missing = [point for point in points if (point.key, point.step, point.value) not in there]
+        steps += bool(missing)
+        if len(waiting) + len(missing) > BATCH:
+            refused_of(where, waiting, tags=DEFINITIONS)
+            waiting = []
+        waiting += missing
+    refused_of(where, waiting, tags=DEFINITIONS)
+    return steps
+
+
+def _attached(where: Run, trace: str) -> str:
+    """Attach the files unless they are there; what was done."""
+    with in_scratch() as folder:
+        packed = pack(trace, folder)
+        if is_attached(where, packed.sha256):
+            return "its files were there"
+        deadline = time.monotonic() + DRAWING_SECONDS
+        lacking = attach(Job(where, packed.path, True, deadline))
+    left_out = [f"{name} is not attached ({why})" for name, why in lacking.items()]
+    return "; ".join(left_out) or "trace, report and picture attached"
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Whatever MLflow raises becomes one line, and within seconds: its retries take minutes."""
+    is_set = RETRIES in os.environ
+    os.environ.setdefault(RETRIES, "2")
+    try:
+        yield
+    except (DestinationError, OSError, ValueError):
+        raise
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("mlflow", "requests", "sqlalchemy"):
+            raise
+        raise DestinationError(f"MLflow: {one_line(error)}") from error
+    finally:
+        if not is_set:
+            os.environ.pop(RETRIES, None)

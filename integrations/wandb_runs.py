@@ -1,0 +1,301 @@
+"""What the commands do with a W&B run: bring files and steps to it, fetch them from it.
+
+A run on the server is named ENTITY/PROJECT/RUN. One on this disk is named by its folder, and what
+is added to it stands in another folder beside it, for ``wandb sync`` to bring both.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl_staleness.artifacts import PACKED, pack
+from rl_staleness.attachments import Job
+from rl_staleness.destinations import DestinationError, Fetched, Logged, in_scratch
+from rl_staleness.integrations.wandb_files import TYPE, attach
+from rl_staleness.integrations.wandb_offline import OfflineRun, folders_of, read_run
+from rl_staleness.integrations.wandb_rows import AXIS, HISTOGRAM, declare, row_of
+from rl_staleness.replay import Origin, origin_of, timed_steps
+
+__all__ = ["fetch", "replay", "upload"]
+
+DRAWING_SECONDS = 3600.0
+
+
+class _Target(NamedTuple):
+    """A run, and what it has already."""
+
+    name: str
+    """For people."""
+    init: dict[str, Any]
+    """Arguments of ``wandb.init`` that go on with it."""
+    steps: Counter[int]
+    """How often it has a row of each step."""
+    attached: frozenset[str]
+    """Digests of the traces that are attached, as far as it is known."""
+    exit_code: int
+    next_row: int | None = None
+    """Value of the counter for the next row, where W&B does not know it."""
+
+
+def upload(trace: str, *, run: str) -> str:
+    """Log a trace, its report and its picture as an artifact of a run; once is enough.
+
+    Returns:
+        What was done, in one line.
+
+    Raises:
+        DestinationError: it cannot be done; the message says why in one line.
+        TraceError, OSError: the trace cannot be read.
+    """
+    origin_of(trace)
+    with _told() as wandb:
+        return _brought(wandb, trace, _existing(wandb, run), with_steps=False)
+
+
+def replay(trace: str, *, run: str | None) -> str:
+    """Bring every step that the run has not, with its time, then the files; once and only once.
+
+    Args:
+        run: default one that is made for this trace, or was by an earlier replay; it goes where
+            ``wandb.init()`` puts runs, to the disk with ``WANDB_MODE=offline``.
+
+    Returns:
+        What was done, in one line.
+
+    Raises:
+        DestinationError: it cannot be done; another replay goes on where this one stopped.
+        TraceError, OSError: the trace cannot be read.
+    """
+    origin = origin_of(trace)
+    with _told() as wandb:
+        if run is not None:
+            return _brought(wandb, trace, _existing(wandb, run), with_steps=True)
+        if wandb.setup().settings.mode in ("offline", "dryrun"):
+            target = _made_on_disk(wandb, origin)
+        else:
+            target = _made_for(wandb, origin)
+        return _brought(wandb, trace, target, with_steps=True, origin=origin)
+
+
+def fetch(run: str, folder: str) -> Fetched:
+    """Fetch a run's trace into the folder, or where it has none, what it logged of its steps.
+
+    Raises:
+        DestinationError: it cannot be done, or the run has neither.
+    """
+    with _told() as wandb:
+        if os.path.isdir(run):
+            runs = _on_disk(run)
+            for artifact in reversed([a for part in runs for a in part.artifacts]):
+                if os.path.isfile(artifact.get(PACKED, "")):
+                    return artifact[PACKED]
+            rows = [row for part in runs for row in part.rows]
+        else:
+            there = wandb.Api().run(run)
+            for artifact in reversed(list(there.logged_artifacts())):
+                if artifact.type == TYPE:
+                    return str(artifact.get_entry(PACKED).download(folder))
+            rows = list(there.scan_history())
+    logged = {row[AXIS]: _logged(row) for row in rows if AXIS in row}
+    if not logged:
+        raise DestinationError(f"W&B run {run}: it has no trace and no staleness rows")
+    return [logged[step] for step in sorted(logged)]
+
+
+def _brought(
+    wandb: Any, trace: str, target: _Target, *, with_steps: bool, origin: Origin | None = None
+) -> str:
+    """Bring what the target has not; what was done."""
+    with in_scratch() as folder:
+        digest = pack(trace, folder).sha256
+    has_files = digest in target.attached
+    missing = sum((_steps_of(trace) - target.steps).values()) if with_steps else 0
+    if has_files and not missing:
+        what = "all steps and files" if with_steps else "its files"
+        return f"W&B run {target.name}: {what} were there; nothing is changed"
+    said = []
+    with _opened(wandb, target) as run:
+        noted = {"attached": sorted({*target.attached, digest})}
+        if origin is not None:
+            noted |= {"replay_of": origin.run, "started": origin.started}
+        if missing:
+            declare(run)
+            _log_missing(wandb, run, trace, target)
+            said.append(f"{missing} steps brought")
+        elif with_steps:
+            said.append("all steps were there")
+        lacking: Mapping[str, str] = {}
+        if not has_files:
+            deadline = time.monotonic() + DRAWING_SECONDS
+            lacking = attach(wandb, Job(run, trace, True, deadline))
+            said += [f"{name} is not attached ({why})" for name, why in lacking.items()] or [
+                "trace, report and picture attached"
+            ]
+        if lacking:
+            del noted["attached"]
+        run.config.update({"rl_staleness_replay": noted}, allow_val_change=True)
+        where = Path(run.sync_dir)
+    if target.next_row is not None:
+        said.append(f"it is in {where}, for `wandb sync`")
+    return f"W&B run {target.name}: {'; '.join(said)}"
+
+
+def _made_on_disk(wandb: Any, origin: Origin) -> _Target:
+    """The run on this disk that is made for this trace, now or by an earlier replay."""
+    run_id = _id_of(origin)
+    folders = folders_of(run_id, wandb.setup().settings.wandb_dir)
+    if folders:
+        parts = [read_run(folder) for folder in folders]
+        return _target_on_disk(parts, name=run_id, exit_code=_exit_code(origin))
+    init = {"id": run_id, "mode": "offline", "name": origin.title}
+    return _Target(run_id, init, Counter(), frozenset(), _exit_code(origin), next_row=0)
+
+
+def _made_for(wandb: Any, origin: Origin) -> _Target:
+    """The run on the server that is made for this trace, now or by an earlier replay."""
+    api, settings = wandb.Api(), wandb.setup().settings
+    entity = settings.entity or api.default_entity
+    project, run_id = settings.project or "uncategorized", _id_of(origin)
+    path = f"{entity}/{project}/{run_id}"
+    try:
+        there = api.run(path)
+    except wandb.errors.CommError as error:
+        if "Could not find run" not in str(error):
+            raise
+        init = {"entity": entity, "project": project, "id": run_id, "name": origin.title}
+        return _Target(path, init, Counter(), frozenset(), _exit_code(origin))
+    return _target_on_server(there, path, exit_code=_exit_code(origin), may_run=True)
+
+
+def _existing(wandb: Any, run: str) -> _Target:
+    if os.path.isdir(run):
+        parts = _on_disk(run)
+        return _target_on_disk(parts, name=run, exit_code=0)
+    return _target_on_server(wandb.Api().run(run), run)
+
+
+def _target_on_server(
+    there: Any, path: str, *, exit_code: int | None = None, may_run: bool = False
+) -> _Target:
+    if there.state == "running" and not may_run:
+        raise DestinationError(f"W&B run {path} is still running; its own sink attaches the trace")
+    noted = dict(there.config).get("rl_staleness_replay") or {}
+    init = {"entity": there.entity, "project": there.project, "id": there.id, "resume": "must"}
+    return _Target(
+        path,
+        init,
+        Counter(row[AXIS] for row in there.scan_history() if AXIS in row),
+        frozenset(noted.get("attached") or ()),
+        int(there.state != "finished") if exit_code is None else exit_code,
+    )
+
+
+def _target_on_disk(parts: list[OfflineRun], *, name: str, exit_code: int) -> _Target:
+    rows = [row for part in parts for row in part.rows]
+    parent = parts[0].folder.absolute().parent
+    return _Target(
+        name,
+        {
+            "id": parts[0].id,
+            "mode": "offline",
+            "resume": "allow",
+            "project": parts[0].project or None,
+            "entity": parts[0].entity or None,
+            "dir": os.fspath(parent.parent if parent.name == "wandb" else parent),
+        },
+        Counter(row[AXIS] for row in rows if AXIS in row),
+        frozenset(a["sha256"] for part in parts for a in part.artifacts if len(a) == 4),
+        exit_code,
+        next_row=max((row.get("_step", 0) + 1 for row in rows), default=0),
+    )
+
+
+def _on_disk(folder: str) -> list[OfflineRun]:
+    """A run's folder, and those that were added to it."""
+    run = read_run(folder)
+    beside = folders_of(run.id, run.folder.absolute().parent)
+    own = run.folder.resolve()
+    return [run, *(read_run(other) for other in beside if other.resolve() != own)]
+
+
+def _log_missing(wandb: Any, run: Any, trace: str, target: _Target) -> None:
+    """Log rows as the sink would have, each with the time of its step and committed at once."""
+    there = target.steps.copy()
+    place = target.next_row
+    newest = last = None
+    for seconds, step in timed_steps(trace):
+        if newest is None or step.step >= newest.step:
+            newest = step
+        if there[step.step] > 0:
+            there[step.step] -= 1
+            continue
+        row, _ = row_of(step, wandb.Histogram)
+        run.log({**row, "_timestamp": seconds}, step=place, commit=True)
+        place = None if place is None else place + 1
+        last = step
+    if newest is not None and newest is not last:  # the summary shows the last row
+        run.summary.update(row_of(newest, wandb.Histogram)[0])
+
+
+def _steps_of(trace: str) -> Counter[int]:
+    return Counter(step.step for _, step in timed_steps(trace))
+
+
+def _logged(row: Mapping[str, Any]) -> Logged:
+    """A row as it was read; the ages are exact where every bin holds one."""
+    histogram = row.get(HISTOGRAM) or {
+        part: row.get(f"{HISTOGRAM}.{part}") for part in ("values", "bins")
+    }
+    counts, edges = histogram.get("values") or [], histogram.get("bins") or []
+    ages: dict[int, int] = {}
+    if len(edges) > 1 and edges[1] - edges[0] == 1:
+        ages = {int(age): count for age, count in zip(edges, counts, strict=False) if count}
+    metrics = {k: v for k, v in row.items() if k.startswith("staleness/")}
+    numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+    return Logged(int(row[AXIS]), numbers, ages)
+
+
+def _id_of(origin: Origin) -> str:
+    return f"staleness-{origin.id}"
+
+
+def _exit_code(origin: Origin) -> int:
+    return int(origin.status != "finished")
+
+
+@contextmanager
+def _opened(wandb: Any, target: _Target) -> Iterator[Any]:
+    """The run, gone on with, and finished as it was."""
+    settings = wandb.Settings(
+        silent=True, console="off", x_disable_stats=True, x_disable_machine_info=True
+    )
+    run = wandb.init(settings=settings, **target.init)
+    try:
+        yield run
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish(exit_code=target.exit_code)
+
+
+@contextmanager
+def _told() -> Iterator[Any]:
+    """Whatever W&B raises becomes one line."""
+    try:
+        import wandb
+
+        wandb.Histogram  # noqa: B018  # a folder wandb/ of old runs imports as well
+    except (ImportError, AttributeError) as error:
+        raise DestinationError(
+            "wandb is not installed: pip install 'rl-staleness[wandb]'"
+        ) from error
+    try:
+        yield wandb
+    except wandb.errors.Error as error:
+        raise DestinationError(f"W&B: {type(error).__name__}: {error}") from error

@@ -1,0 +1,206 @@
+"""The files that a run shows beside its numbers: its trace, packed, the report and the picture.
+
+They are made of whole lines only, so that a trace may be taken while it is written. The drawing is
+done in a process of its own: it takes no time from a training in this one, and can be ended.
+
+    python -m rl_staleness.artifacts TRACE FOLDER     draws, and says as JSON what it could not
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, NamedTuple, cast
+
+from rl_staleness.events import SCHEMA, StepTrained, TraceError, decode
+
+__all__ = ["PACKED", "PICTURE", "REPORT", "Packed", "draw", "pack", "reason"]
+
+PACKED, REPORT, PICTURE = "rollout_trace.jsonl.gz", "staleness_report.html", "staleness.png"
+"""Names of the files; pages that lay runs side by side look for the same name."""
+
+LONGEST_REASON = 300
+"""Characters."""
+
+_CHUNK = 1 << 20
+
+
+class Packed(NamedTuple):
+    """A trace as it stood at one moment, in one file."""
+
+    path: str
+    rows: int
+    """Lines."""
+    first_step: int | None
+    last_step: int | None
+    sha256: str
+    """Of the lines, unpacked."""
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """What a reader wants to know before he fetches it."""
+        return {"schema": SCHEMA, **{k: v for k, v in self._asdict().items() if k != "path"}}
+
+
+def pack(trace: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Packed:
+    """Write the trace's whole lines into the folder, compressed; the same lines, the same bytes.
+
+    A torn last line is left out.
+
+    Raises:
+        OSError: it cannot be read, or the file cannot be written; none is left behind then.
+    """
+    path = os.path.join(folder, PACKED)
+    digest = hashlib.sha256()
+    rows, steps = 0, list[int]()
+    try:
+        with _opened(trace) as source, open(path, "wb") as file, _compressed(file) as target:
+            for line in _whole_lines(source):
+                target.write(line)
+                digest.update(line)
+                rows += 1
+                if line.startswith(b'{"event":"step_trained"'):
+                    steps = [*steps[:1], *_number(line)]
+    except BaseException:
+        _remove(path)
+        raise
+    return Packed(
+        path, rows, steps[0] if steps else None, steps[-1] if steps else None, digest.hexdigest()
+    )
+
+
+def draw(trace: str, folder: str, *, seconds: float) -> dict[str, str]:
+    """Draw the report and the picture of a trace into the folder, in a process of its own.
+
+    Args:
+        seconds: after which it is ended.
+
+    Returns:
+        By name, why a file is not there; empty if both are.
+    """
+    both = (REPORT, PICTURE)
+    if seconds <= 0:
+        return dict.fromkeys(both, "out of time")
+    if not sys.executable:
+        return dict.fromkeys(both, "there is no Python to draw with")
+    command = [sys.executable, "-m", "rl_staleness.artifacts", trace, os.path.abspath(folder)]
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        process = subprocess.run(
+            command,
+            env=own,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+        return cast(dict[str, str], json.loads(process.stdout))
+    except subprocess.TimeoutExpired:
+        lacking = dict.fromkeys(both, f"drawing took longer than {seconds:.0f} s")
+    except ValueError:  # it died, and what it printed is no JSON
+        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        why = f"drawing ended with status {process.returncode}: {last}"[:LONGEST_REASON]
+        lacking = dict.fromkeys(both, why)
+    except OSError as error:
+        return dict.fromkeys(both, reason(error))
+    return {name: why for name, why in lacking.items() if not _is_file(folder, name)}
+
+
+def reason(error: BaseException) -> str:
+    """An error as one line of a readable length."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+
+
+def _main(trace: str, folder: str) -> None:
+    """Draw here, each file for itself, the trace read once; the drawing library comes late."""
+    from rl_staleness import page, plot, report, view
+
+    makers: dict[str, Callable[[], bytes]] = {
+        REPORT: lambda: report.draw(looked_at()).encode(),
+        PICTURE: lambda: plot.picture(looked_at()),
+    }
+    seen: list[view.RunView] = []
+
+    def looked_at() -> view.RunView:
+        if not seen:
+            seen.append(view.look_at(trace))
+        return seen[0]
+
+    lacking: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            content = make()
+            _write(os.path.join(folder, name), content)
+        except page.MissingExtra as error:
+            lacking[name] = str(error)
+        except Exception as error:  # noqa: BLE001  # one that fails does not keep the other away
+            lacking[name] = reason(error)
+    sys.stdout.write(json.dumps(lacking))
+
+
+def _write(path: str, content: bytes) -> None:
+    """All of it or nothing, so that a file that is there is whole."""
+    try:
+        with open(path + ".part", "wb") as file:
+            file.write(content)
+        os.replace(path + ".part", path)
+    except BaseException:
+        _remove(path + ".part")
+        raise
+
+
+def _opened(trace: str | os.PathLike[str]) -> IO[bytes]:
+    if os.fspath(trace).endswith(".gz"):
+        return cast(IO[bytes], gzip.open(trace, "rb"))
+    return open(trace, "rb")
+
+
+def _compressed(file: IO[bytes]) -> gzip.GzipFile:
+    """Without name and time, which would make other bytes of the same lines."""
+    return gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0)
+
+
+def _whole_lines(source: IO[bytes]) -> Iterator[bytes]:
+    """Lines with their newline; a last one without gets it if it is an event."""
+    try:
+        for line in source:
+            if line.endswith(b"\n"):
+                yield line
+            elif _is_event(line):
+                yield line + b"\n"
+    except EOFError:  # the end of a packed trace is missing
+        return
+
+
+def _is_event(line: bytes) -> bool:
+    try:
+        decode(line)
+    except TraceError:
+        return False
+    return True
+
+
+def _number(line: bytes) -> list[int]:
+    try:
+        event = decode(line)
+    except TraceError:  # whoever draws or reads it will say so
+        return []
+    return [event.step] if isinstance(event, StepTrained) else []
+
+
+def _is_file(folder: str, name: str) -> bool:
+    return os.path.isfile(os.path.join(folder, name))
+
+
+def _remove(path: str) -> None:
+    if os.path.exists(path):
+        os.remove(path)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
