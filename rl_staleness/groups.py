@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 
-from rl_staleness.events import Call, GroupDropped, GroupPublished, Mask
+from rl_staleness.events import Call, GroupDropped, GroupPublished, Mask, Spans
 from rl_staleness.ranges import Segment, within
-from rl_staleness.refits import Finding, Refits
+from rl_staleness.refits import Counts, Finding, Refits
 from rl_staleness.spans import restored_spans, ruled_spans, spans_of
 
 __all__ = ["Find", "StepTokens", "num_trained"]
@@ -20,7 +22,40 @@ Find = Callable[[str, str, str, str], None]
 _Versions = tuple[int, int]
 """(oldest, newest) that may have sampled a token; it counts under the oldest."""
 
-_Key = tuple[str, int, int | None, int | None, int | None]
+_Key = tuple[Spans | None, Mask | None, str, int, int | None, int | None]
+
+_KIND: Callable[[Call], _Key] = attrgetter(
+    "spans", "trained", "engine", "version", "after", "until"
+)
+"""What calls that began and ended alike have in common."""
+
+
+class _Shift:
+    """Calls of a kind that one cut lists: their tokens before the count, and since."""
+
+    __slots__ = ("before", "is_span", "newest", "num_before", "num_since", "since")
+
+    def __init__(self, before: _Versions, since: _Versions) -> None:
+        self.before, self.since = before, since
+        self.num_before = self.num_since = 0
+        self.newest = max(before[0], since[0])
+        self.is_span = before[0] != since[0]
+
+
+class _Kind:
+    """Calls of the step that began and ended alike."""
+
+    __slots__ = ("listed", "newest", "num_tokens", "refits", "shifts", "versions")
+
+    def __init__(self, refits: Refits, versions: _Versions | None) -> None:
+        self.refits = refits
+        self.listed = refits.listed
+        self.versions = versions
+        """Of those that no cut lists; None: each is looked at by itself."""
+        self.newest = -1 if versions is None else versions[0]
+        self.num_tokens = 0
+        self.shifts: dict[int, _Shift | None] = {}
+        """By the refit whose cut lists them; None: each is looked at by itself."""
 
 
 class StepTokens:
@@ -55,8 +90,9 @@ class StepTokens:
         self._lost = lost
         self._now = now
         self._find = find
-        self._alike: dict[_Key, tuple[_Versions, _Versions] | None] = {}
-        self._engines: dict[str, Refits] = {}
+        self._kinds: dict[_Key, _Kind] = {}
+        self._sums: dict[int, int] = {}
+        self._at = -1
 
     def add(self, group: GroupPublished, masks: Mapping[str, Mask] | None, at: int) -> None:
         """Add a group's trained tokens.
@@ -65,45 +101,40 @@ class StepTokens:
             masks: loss masks by call that became known at the step; other calls keep theirs.
             at: version of the update that consumes the group.
         """
-        by, alike, engines = self.by_versions[at], self._alike, self._engines
+        if at != self._at:
+            self.settle()
+            self._at = at
+        sums, kinds = self._sums, self._kinds
+        plain = masks is None and not group.restored
         total, newest = 0, -1
         for version, count in group.tokens.items():
             if count:
                 total += count
+                sums[version] = sums.get(version, 0) + count
                 newest = version if version > newest else newest
-                versions = (version, version)
-                by[versions] = by.get(versions, 0) + count
-        plain = masks is None and not group.restored
-        for call in group.calls:
-            engine, tokens, after, until = call.engine, call.tokens, call.after, call.until
-            refits = engines.get(engine) or self._engine(engine)
-            counts = refits.listed.get(call.call)
-            if counts is None and (after is None or after != until) and refits.aside:
-                counts = refits.aside.get(call.call)
-            refit, place, pairs = None, tokens, None
-            if counts is not None:
-                refit, place = next(iter(counts.items()))
-            whole = plain and call.spans is None and call.trained is None
-            if refit is not None and until is not None and refit > until:
-                whole = False  # cannot be: named below
-            if whole and (counts is None or len(counts) == 1):
-                key = (engine, call.version, after, until, refit)
-                pairs = alike[key] if key in alike else self._probe(key, call)
-            if pairs is None or not place:
-                for start, stop, oldest, last in self._odd(call, group, masks):
-                    total += stop - start
-                    newest = max(newest, oldest)
-                    by[oldest, last] = by.get((oldest, last), 0) + stop - start
+        for key, run in groupby(group.calls, _KIND):
+            kind = None
+            if plain and key[0] is None and key[1] is None:
+                kind = kinds.get(key) or self._kind(key)
+            if kind is None or kind.versions is None:
+                for call in run:
+                    number, version = self._add_odd(call, group, masks)
+                    total += number
+                    newest = version if version > newest else newest
                 continue
-            versions, since = pairs
-            total += tokens
-            if place < tokens:
-                by[since] = by.get(since, 0) + tokens - place
-                newest = since[0] if since[0] > newest else newest
-                self.spanning_calls += versions[0] != since[0]
-                tokens = place
-            by[versions] = by.get(versions, 0) + tokens
-            newest = versions[0] if versions[0] > newest else newest
+            unlisted = 0
+            for call in run:
+                listing = kind.listed.get(call.call)
+                if listing is None:
+                    unlisted += call.tokens
+                    continue
+                number, version = self._add_listed(kind, listing.counts, call, group)
+                total += number
+                newest = version if version > newest else newest
+            if unlisted:
+                total += unlisted
+                kind.num_tokens += unlisted
+                newest = kind.newest if kind.newest > newest else newest
         self.arrived += newest * total
         if group.unknown:
             self.unknown[at] += group.unknown
@@ -114,28 +145,83 @@ class StepTokens:
                 detail = "it was not published one by one"
                 self._find(group.group, name, "mask_of_unknown_call", detail)
 
+    def settle(self) -> None:
+        """Bring what was summed up by kind into the tally; it is complete after this."""
+        tally: list[tuple[_Versions, int]] = [((v, v), n) for v, n in self._sums.items()]
+        for kind in self._kinds.values():
+            if kind.versions is not None:
+                tally.append((kind.versions, kind.num_tokens))
+            kind.num_tokens = 0
+            for shift in filter(None, kind.shifts.values()):
+                tally += (shift.before, shift.num_before), (shift.since, shift.num_since)
+                shift.num_before = shift.num_since = 0
+        self._sums.clear()
+        for versions, number in tally:
+            if number:
+                by = self.by_versions[self._at]
+                by[versions] = by.get(versions, 0) + number
+
     def spans(self, call: Call, *, restored: bool | None) -> tuple[list[Segment], list[Finding]]:
         """The versions of all tokens of one call, and what was found about it."""
         if restored:
             return restored_spans(call, now=self._now)
-        refits = self._engine(call.engine)
+        refits = self._refits(call.engine)
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
 
-    def _probe(self, key: _Key, call: Call) -> tuple[_Versions, _Versions] | None:
-        """The versions before and after its one count of any call like this; None: look at each."""
-        pairs = None
-        if not self._lost(call.engine):
-            refit = key[-1]
-            segments, found = ruled_spans(
-                msgspec.structs.replace(call, tokens=2),
-                {} if refit is None else {refit: 1},
-                self._engine(call.engine),
-                now=self._now,
-            )
-            if not found:
-                pairs = (segments[0][2:], segments[-1][2:])
-        self._alike[key] = pairs
-        return pairs
+    def _add_listed(
+        self, kind: _Kind, counts: Counts, call: Call, group: GroupPublished
+    ) -> tuple[int, int]:
+        """Add a call that cuts list; its tokens, and the newest version that they count under."""
+        if len(counts) == 1:
+            ((refit, place),) = counts.items()
+            shift = kind.shifts[refit] if refit in kind.shifts else self._shift(kind, refit, call)
+            if shift is not None and 0 < place < call.tokens:
+                shift.num_before += place
+                shift.num_since += call.tokens - place
+                self.spanning_calls += shift.is_span
+                return call.tokens, shift.newest
+        return self._add_odd(call, group, None)
+
+    def _add_odd(
+        self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None
+    ) -> tuple[int, int]:
+        """Add a call that is like no other; its tokens, and the newest version of them."""
+        by = self.by_versions[self._at]
+        total, newest = 0, -1
+        for start, stop, oldest, last in self._odd(call, group, masks):
+            total += stop - start
+            newest = max(newest, oldest)
+            by[oldest, last] = by.get((oldest, last), 0) + stop - start
+        return total, newest
+
+    def _kind(self, key: _Key) -> _Kind:
+        """The kind of a call, made when its first call comes."""
+        _, _, engine, version, after, until = key
+        call = Call(call="", engine=engine, version=version, tokens=2, after=after, until=until)
+        refits = self._refits(engine)
+        versions = self._probe(call, {}, refits)
+        kind = self._kinds[key] = _Kind(refits, None if versions is None else versions[0])
+        return kind
+
+    def _shift(self, kind: _Kind, refit: int, call: Call) -> _Shift | None:
+        """What the cut of one refit makes of a kind."""
+        shift = kind.shifts[refit] = None
+        if call.until is None or refit <= call.until:  # else it cannot be: named there
+            two = msgspec.structs.replace(call, tokens=2)
+            versions = self._probe(two, {refit: 1}, kind.refits)
+            shift = kind.shifts[refit] = None if versions is None else _Shift(*versions)
+        return shift
+
+    def _probe(
+        self, call: Call, counts: Counts, refits: Refits
+    ) -> tuple[_Versions, _Versions] | None:
+        """The versions of the two tokens of a call; None: look at each that is like it."""
+        if self._lost(call.engine):
+            return None
+        segments, found = ruled_spans(call, counts, refits, now=self._now)
+        if found or (not counts and segments[0][2:] != segments[-1][2:]):
+            return None
+        return segments[0][2:], segments[-1][2:]
 
     def _odd(
         self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None
@@ -167,10 +253,6 @@ class StepTokens:
                 detail = f"version {newest}, trained at {at}"
                 self._find(group.group, call.call, "negative_age", detail)
         self.spanning_calls = spanning
-
-    def _engine(self, name: str) -> Refits:
-        refits = self._engines[name] = self._refits(name)
-        return refits
 
 
 def num_trained(group: GroupPublished | GroupDropped) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 from rl_staleness.events import (
@@ -31,6 +32,8 @@ from rl_staleness.refits import Finding, Refits
 from rl_staleness.staleness import StepStaleness, Versions, measure
 
 __all__ = ["Ledger"]
+
+_CALL = attrgetter("call")
 
 ORPHAN_AFTER = 64
 """Refits after which a listed call that no group published is forgotten, unless a trace says so."""
@@ -173,14 +176,15 @@ class Ledger:
             self._release(event.group)  # what its calls need stays for a while
         self._waiting[event.group] = event
         calls = event.calls
-        if len(calls) > 1 and len({call.call for call in calls}) < len(calls):
+        if len(calls) > 1 and len(set(map(_CALL, calls))) < len(calls):
             names = Counter(call.call for call in calls)
             twice = [name for name, number in names.items() if number > 1]
             self._find_all(("call_named_twice", f"{n!r} of {event.group!r}") for n in twice)
-        engines = self._engines
+        engines, alone = self._engines, (event.group,)
         for call in calls if not event.restored else ():
             if call.after is None or call.after != call.until:  # the others cannot be in a cut
-                (engines.get(call.engine) or self._refits(call.engine)).hold(call.call)
+                refits = engines.get(call.engine) or self._refits(call.engine)
+                refits.need(call.call, alone)
 
     def _group_dropped(self, event: GroupDropped) -> None:
         waiting = self._waiting.get(event.group)
@@ -188,9 +192,7 @@ class Ledger:
         if waiting is not None:
             self._release(event.group)
         for call in event.calls if waiting is None else ():
-            refits = self._refits(call.engine)
-            refits.hold(call.call)
-            refits.release(call.call)
+            self._refits(call.engine).need(call.call, (event.group,))
 
     def _step_trained(self, event: StepTrained) -> StepStaleness:
         if event.version != self.version:
@@ -232,6 +234,7 @@ class Ledger:
                     missing[name] = None
                 else:
                     tokens.add(group, masks.get(name), at)
+        tokens.settle()
         for name in missing:
             find(name, "", "unknown_group", "it is not waiting")
         return measure(
@@ -263,17 +266,15 @@ class Ledger:
             refits = self._engines[engine] = Refits(
                 start=self.run.engines.get(engine, self.run.version),
                 base=self._last_refits.get(engine, 0),
+                waiting=self._waiting.keys(),
                 orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
             )
         return refits
 
     def _release(self, group: str) -> None:
-        event = self._waiting.pop(group)
+        del self._waiting[group]
         if self._found_before:
             self._found_before.pop(group, None)
-        for call in event.calls if not event.restored else ():
-            if call.after is None or call.after != call.until:
-                self._engines[call.engine].release(call.call)
 
     def _find(self, name: str, detail: str) -> None:
         """Count a violation, unless lines that were lost just before may explain it."""

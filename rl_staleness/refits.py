@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from rl_staleness.events import LARGEST, RefitAborted, RefitCut, RefitDone
 
-__all__ = ["Counts", "Finding", "Refit", "Refits"]
+__all__ = ["Counts", "Finding", "Listing", "Refit", "Refits"]
 
 Finding = tuple[str, str]
 """Name of a violation, and what contradicts what."""
@@ -59,6 +61,16 @@ class Refit:
         return replace(self, number=first, last=last, version=self.version_at(first))
 
 
+class Listing(msgspec.Struct, gc=False):
+    """A call that a cut lists, or may still list."""
+
+    counts: Counts
+    touched: int
+    """The refit at which it was listed or published last."""
+    groups: tuple[str, ...] = ()
+    """Those that it was published with; none: not yet."""
+
+
 @dataclass(slots=True)
 class Refits:
     """One engine's refits since the run, or its last resume, started."""
@@ -76,13 +88,12 @@ class Refits:
     _refits: dict[int, Refit] = field(default_factory=dict[int, Refit])
     _order: list[int] = field(default_factory=list[int])
     _pack_above: int = 128
-    listed: OrderedDict[str, Counts] = field(default_factory=OrderedDict[str, Counts])
-    """Counts of each call that a cut lists, those that were listed last at the end."""
-    _holders: dict[str, int] = field(default_factory=dict[str, int])  # waiting groups by call
-    _gone: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])  # aside, not held
-    aside: dict[str, Counts] = field(default_factory=dict[str, Counts])
-    """The same of calls that were listed long ago and are held, or whose group is gone: for
-    ``orphan_after`` refits, since another group may be published with them."""
+    waiting: KeysView[str] = field(default_factory=lambda: dict[str, object]().keys())
+    """Names of the groups that are published and may still be trained."""
+    listed: OrderedDict[str, Listing] = field(default_factory=OrderedDict[str, Listing])
+    """Calls that a cut lists, those that were touched last at the end."""
+    _unlisted: OrderedDict[str, Listing] = field(default_factory=OrderedDict[str, Listing])
+    """The same of published ones that no cut lists so far."""
 
     def __post_init__(self) -> None:
         self.last = max(self.last, self.base)
@@ -90,8 +101,7 @@ class Refits:
     @property
     def size(self) -> int:
         """Entries held in memory."""
-        calls = len(self.listed) + len(self.aside) + len(self._holders) + len(self._gone)
-        return len(self._refits) + calls
+        return len(self._refits) + len(self.listed) + len(self._unlisted)
 
     # Lines of the trace, in their order.
 
@@ -135,27 +145,29 @@ class Refits:
             return [("refit_done_and_aborted", f"refit {refit.number} was done before")]
         return []
 
-    def hold(self, call: str) -> None:
-        """A group with this call waits: what cuts say of it is needed until its `release`."""
-        self._holders[call] = self._holders.get(call, 0) + 1
-        self._gone.pop(call, None)
-
-    def release(self, call: str) -> None:
-        """One waiting group less holds this call."""
-        holders = self._holders.pop(call) - 1
-        if holders:
-            self._holders[call] = holders
-            return
-        counts = self.listed.pop(call, None) or self.aside.get(call)
-        if counts is not None:
-            self.aside[call] = counts
-            self._gone[call] = None
+    def need(self, call: str, groups: tuple[str]) -> None:
+        """What cuts say of this call is needed while its group waits, and for a while after that,
+        since another group may be published with it."""
+        listed = self.listed
+        listing = listed.get(call)
+        if listing is None:
+            listed = self._unlisted
+            listing = listed.get(call)
+            if listing is None:
+                listed[call] = Listing({}, self.last, groups)
+                return
+        if listing.groups:
+            still = [g for g in listing.groups if g not in groups and g in self.waiting]
+            groups = (*still, *groups)  # type: ignore[assignment]
+        listing.groups, listing.touched = groups, self.last
+        listed.move_to_end(call)
 
     # What is known.
 
     def counts(self, call: str) -> Counts:
         """Where cuts of refits that were not aborted list this call."""
-        return self.listed.get(call) or self.aside.get(call) or {}
+        listing = self.listed.get(call)
+        return {} if listing is None else listing.counts
 
     def exact(self, number: int) -> bool:
         """Whether the counts of this refit's cut are exact."""
@@ -278,54 +290,58 @@ class Refits:
         return self._refits[number]
 
     def _list(self, refit: int, calls: dict[str, int]) -> None:
-        listed, aside = self.listed, self.aside
+        listed, unlisted = self.listed, self._unlisted
         for call, count in calls.items():
-            counts = listed.pop(call, None)
-            if counts is None and call in aside:
-                counts = aside.pop(call)
-                self._gone.pop(call, None)
-            if counts is None:
-                listed[call] = {refit: count}
+            listing = listed.get(call)
+            if listing is not None:
+                listing.counts[refit] = count
+                listed.move_to_end(call)
+            elif call in unlisted:  # this cut came late
+                listing = listed[call] = unlisted.pop(call)
+                listing.counts[refit] = count
             else:
-                counts[refit] = count
-                listed[call] = counts  # at the end: the last one to be listed
+                listed[call] = Listing({refit: count}, refit)
+                continue
+            if listing.touched < refit:
+                listing.touched = refit
 
     def _unlist(self, refit: Refit) -> None:
         if refit.cut:
-            for calls in (self.listed, self.aside):
-                for call in [call for call, counts in calls.items() if refit.number in counts]:
-                    del calls[call][refit.number]
-                    if not calls[call]:
-                        del calls[call]
-                        self._gone.pop(call, None)
+            concerned = [c for c, listing in self.listed.items() if refit.number in listing.counts]
+            for call in concerned:
+                listing = self.listed[call]
+                del listing.counts[refit.number]
+                if not listing.counts:
+                    del self.listed[call]
+                    if listing.groups:
+                        self._unlisted[call] = listing
         refit.cut = refit.counts_exact = refit.complete = False
 
     def _forget(self) -> None:
-        """Forget calls that nobody published for long, and pack refits that are settled."""
-        while self.listed:
-            call, counts = next(iter(self.listed.items()))
-            if max(counts) + self.orphan_after > self.last:
-                break
-            del self.listed[call]
-            if call in self._holders:
-                self.aside[call] = counts
-                continue
-            self.orphans += 1
-            for number in counts:
-                self._refits[number].complete = False
-        while self._gone:
-            call = next(iter(self._gone))
-            if max(self.aside[call]) + self.orphan_after > self.last:
-                break
-            del self.aside[call], self._gone[call]
+        """Forget calls that are needed no more, and pack refits that are settled."""
+        oldest = self.last - self.orphan_after
+        for calls in (self.listed, self._unlisted):
+            for _ in range(len(calls)):
+                call, listing = calls.popitem(last=False)
+                if listing.touched > oldest:
+                    calls[call] = listing
+                    calls.move_to_end(call, last=False)
+                    break
+                if not listing.groups:  # nobody published it
+                    self.orphans += 1
+                    for number in listing.counts:
+                        self._refits[number].complete = False
+                elif not self.waiting.isdisjoint(listing.groups):
+                    listing.touched = self.last
+                    calls[call] = listing
         if len(self._order) > self._pack_above:
             self._pack()
             self._pack_above = max(4 * self.orphan_after + 64, 2 * len(self._order))
 
     def _pack(self) -> None:
         """Join settled refits that went the same way, so that a long history takes no room."""
-        counts = (*self.listed.values(), *self.aside.values())
-        limit = min([self.last - self.orphan_after, *(min(c) for c in counts)])
+        listed = (min(listing.counts) for listing in self.listed.values())
+        limit = min([self.last - self.orphan_after, *listed])
         packed: list[Refit] = []
         for number in self._order:
             refit = self._refits[number]
