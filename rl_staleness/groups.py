@@ -10,8 +10,9 @@ from operator import attrgetter
 import msgspec
 
 from rl_staleness.events import Call, GroupDropped, GroupPublished, Mask, Spans
+from rl_staleness.listings import Counts, Listing
 from rl_staleness.ranges import Segment, within
-from rl_staleness.refits import Counts, Finding, Refits
+from rl_staleness.refits import Finding, Refits
 from rl_staleness.spans import restored_spans, ruled_spans, spans_of
 
 __all__ = ["Find", "StepTokens", "num_trained"]
@@ -49,7 +50,7 @@ class _Kind:
 
     def __init__(self, refits: Refits, versions: _Versions | None) -> None:
         self.refits = refits
-        self.listed = refits.listed
+        self.listed = refits.calls.listed
         self.versions = versions
         """Of those that no cut lists; None: each is looked at by itself."""
         self.newest = -1 if versions is None else versions[0]
@@ -128,7 +129,7 @@ class StepTokens:
                 if listing is None:
                     unlisted += call.tokens
                     continue
-                number, version = self._add_listed(kind, listing.counts, call, group)
+                number, version = self._add_listed(kind, listing, call, group)
                 total += number
                 newest = version if version > newest else newest
             if unlisted:
@@ -169,11 +170,11 @@ class StepTokens:
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
 
     def _add_listed(
-        self, kind: _Kind, counts: Counts, call: Call, group: GroupPublished
+        self, kind: _Kind, listing: Listing, call: Call, group: GroupPublished
     ) -> tuple[int, int]:
         """Add a call that cuts list; its tokens, and the newest version that they count under."""
-        if len(counts) == 1:
-            ((refit, place),) = counts.items()
+        if listing.more is None:
+            refit, place = listing.refit, listing.count
             shift = kind.shifts[refit] if refit in kind.shifts else self._shift(kind, refit, call)
             if shift is not None and 0 < place < call.tokens:
                 shift.num_before += place

@@ -184,7 +184,7 @@ class Ledger:
         for call in calls if not event.restored else ():
             if call.after is None or call.after != call.until:  # the others cannot be in a cut
                 refits = engines.get(call.engine) or self._refits(call.engine)
-                refits.need(call.call, alone)
+                refits.calls.need(call.call, alone, refits.last)
 
     def _group_dropped(self, event: GroupDropped) -> None:
         waiting = self._waiting.get(event.group)
@@ -192,7 +192,8 @@ class Ledger:
         if waiting is not None:
             self._release(event.group)
         for call in event.calls if waiting is None else ():
-            self._refits(call.engine).need(call.call, (event.group,))
+            refits = self._refits(call.engine)
+            refits.calls.need(call.call, (event.group,), refits.last)
 
     def _step_trained(self, event: StepTrained) -> StepStaleness:
         if event.version != self.version:
@@ -203,8 +204,9 @@ class Ledger:
         kept = set(event.kept or ())
         for batch in _batches(event):
             for group in batch:
-                if group in self._waiting and group not in kept:
-                    self._release(group)
+                if group not in kept:
+                    self._waiting.pop(group, None)
+                    self._found_before.pop(group, None)
         self.version, self.step = event.version + event.num_updates, event.step + 1
         self._violations = self._dropped_tokens = 0
         self._refit_seconds = 0.0

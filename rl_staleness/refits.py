@@ -8,21 +8,16 @@ the trace skips belong to refits whose lines are lost; they are open too.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Iterator, KeysView
-from dataclasses import dataclass, field, replace
-
-import msgspec
+from dataclasses import InitVar, dataclass, field, replace
 
 from rl_staleness.events import LARGEST, RefitAborted, RefitCut, RefitDone
+from rl_staleness.listings import Listings
 
-__all__ = ["Counts", "Finding", "Listing", "Refit", "Refits"]
+__all__ = ["Finding", "Refit", "Refits"]
 
 Finding = tuple[str, str]
 """Name of a violation, and what contradicts what."""
-
-Counts = dict[int, int]
-"""Tokens of one call at each refit whose cut lists it."""
 
 
 @dataclass(slots=True)
@@ -61,16 +56,6 @@ class Refit:
         return replace(self, number=first, last=last, version=self.version_at(first))
 
 
-class Listing(msgspec.Struct, gc=False):
-    """A call that a cut lists, or may still list."""
-
-    counts: Counts
-    touched: int
-    """The refit at which it was listed or published last."""
-    groups: tuple[str, ...] = ()
-    """Those that it was published with; none: not yet."""
-
-
 @dataclass(slots=True)
 class Refits:
     """One engine's refits since the run, or its last resume, started."""
@@ -88,20 +73,19 @@ class Refits:
     _refits: dict[int, Refit] = field(default_factory=dict[int, Refit])
     _order: list[int] = field(default_factory=list[int])
     _pack_above: int = 128
-    waiting: KeysView[str] = field(default_factory=lambda: dict[str, object]().keys())
+    calls: Listings = field(init=False)
+    """Where its cuts list which call."""
+    waiting: InitVar[KeysView[str] | None] = None
     """Names of the groups that are published and may still be trained."""
-    listed: OrderedDict[str, Listing] = field(default_factory=OrderedDict[str, Listing])
-    """Calls that a cut lists, those that were touched last at the end."""
-    _unlisted: OrderedDict[str, Listing] = field(default_factory=OrderedDict[str, Listing])
-    """The same of published ones that no cut lists so far."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, waiting: KeysView[str] | None) -> None:
         self.last = max(self.last, self.base)
+        self.calls = Listings(dict[str, object]().keys() if waiting is None else waiting)
 
     @property
     def size(self) -> int:
         """Entries held in memory."""
-        return len(self._refits) + len(self.listed) + len(self._unlisted)
+        return len(self._refits) + self.calls.size
 
     # Lines of the trace, in their order.
 
@@ -115,7 +99,7 @@ class Refits:
         if refit.state != "aborted":
             refit.cut = True
             refit.counts_exact = refit.complete = event.exact is not False
-            self._list(refit.number, event.calls)
+            self.calls.take(refit.number, event.calls)
         self._forget()
         return found
 
@@ -145,29 +129,7 @@ class Refits:
             return [("refit_done_and_aborted", f"refit {refit.number} was done before")]
         return []
 
-    def need(self, call: str, groups: tuple[str]) -> None:
-        """What cuts say of this call is needed while its group waits, and for a while after that,
-        since another group may be published with it."""
-        listed = self.listed
-        listing = listed.get(call)
-        if listing is None:
-            listed = self._unlisted
-            listing = listed.get(call)
-            if listing is None:
-                listed[call] = Listing({}, self.last, groups)
-                return
-        if listing.groups:
-            still = [g for g in listing.groups if g not in groups and g in self.waiting]
-            groups = (*still, *groups)  # type: ignore[assignment]
-        listing.groups, listing.touched = groups, self.last
-        listed.move_to_end(call)
-
     # What is known.
-
-    def counts(self, call: str) -> Counts:
-        """Where cuts of refits that were not aborted list this call."""
-        listing = self.listed.get(call)
-        return {} if listing is None else listing.counts
 
     def exact(self, number: int) -> bool:
         """Whether the counts of this refit's cut are exact."""
@@ -289,59 +251,24 @@ class Refits:
             insort(self._order, part.number)
         return self._refits[number]
 
-    def _list(self, refit: int, calls: dict[str, int]) -> None:
-        listed, unlisted = self.listed, self._unlisted
-        for call, count in calls.items():
-            listing = listed.get(call)
-            if listing is not None:
-                listing.counts[refit] = count
-                listed.move_to_end(call)
-            elif call in unlisted:  # this cut came late
-                listing = listed[call] = unlisted.pop(call)
-                listing.counts[refit] = count
-            else:
-                listed[call] = Listing({refit: count}, refit)
-                continue
-            if listing.touched < refit:
-                listing.touched = refit
-
     def _unlist(self, refit: Refit) -> None:
         if refit.cut:
-            concerned = [c for c, listing in self.listed.items() if refit.number in listing.counts]
-            for call in concerned:
-                listing = self.listed[call]
-                del listing.counts[refit.number]
-                if not listing.counts:
-                    del self.listed[call]
-                    if listing.groups:
-                        self._unlisted[call] = listing
+            self.calls.void(refit.number)
         refit.cut = refit.counts_exact = refit.complete = False
 
     def _forget(self) -> None:
         """Forget calls that are needed no more, and pack refits that are settled."""
-        oldest = self.last - self.orphan_after
-        for calls in (self.listed, self._unlisted):
-            for _ in range(len(calls)):
-                call, listing = calls.popitem(last=False)
-                if listing.touched > oldest:
-                    calls[call] = listing
-                    calls.move_to_end(call, last=False)
-                    break
-                if not listing.groups:  # nobody published it
-                    self.orphans += 1
-                    for number in listing.counts:
-                        self._refits[number].complete = False
-                elif not self.waiting.isdisjoint(listing.groups):
-                    listing.touched = self.last
-                    calls[call] = listing
+        for counts in self.calls.forget(self.last - self.orphan_after, self.last):
+            self.orphans += 1
+            for number in counts:
+                self._refits[number].complete = False
         if len(self._order) > self._pack_above:
             self._pack()
             self._pack_above = max(4 * self.orphan_after + 64, 2 * len(self._order))
 
     def _pack(self) -> None:
         """Join settled refits that went the same way, so that a long history takes no room."""
-        listed = (min(listing.counts) for listing in self.listed.values())
-        limit = min([self.last - self.orphan_after, *listed])
+        limit = self.calls.oldest(self.last - self.orphan_after)
         packed: list[Refit] = []
         for number in self._order:
             refit = self._refits[number]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from rl_staleness.events import LARGEST, Call
+from rl_staleness.listings import Counts
 from rl_staleness.ranges import Segment, covered_by, move, overlapping, widen
-from rl_staleness.refits import Counts, Finding, Refit, Refits
+from rl_staleness.refits import Finding, Refit, Refits
 
 __all__ = ["restored_spans", "ruled_spans", "spans_of"]
 
@@ -28,7 +29,7 @@ def spans_of(
     A call of 90 tokens, begun on version 0 and found with 30 at the cut of a refit to 1:
     ``[(0, 30, 0, 0), (30, 90, 1, 1)]``.
     """
-    counts = refits.counts(call.call)
+    counts = refits.calls.counts(call.call)
     segments, found = ruled_spans(call, counts, refits, now=now)
     until = LARGEST if call.until is None else call.until
     if counts and max(counts) > until:
