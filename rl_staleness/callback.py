@@ -551,13 +551,14 @@ class StalenessCallback:
         sum_up: bool = True,
     ) -> Content:
         """What to write of a group; the caller holds the lock."""
-        own = group.calls if isinstance(group, Group) else ()
-        members = list({id(call): call for call in (*(calls or ()), *own)}.values())
+        members = group.calls if isinstance(group, Group) else []
+        if calls:
+            members = list({id(call): call for call in (*calls, *members)}.values())
         running = [c.call for c in members if isinstance(c, LiveCall) and not c.ended]
         if running:
             detail = f"group {_name(group)!r}: {len(running)} calls were still running"
             self._record(ViolationFound(time=self._clock(), name="calls_running", detail=detail))
-        astray = (trained or {}).keys() - {call.call for call in members}
+        astray = trained.keys() - {call.call for call in members} if trained else ()
         for name in sorted(astray):
             detail = f"call {name!r} of group {_name(group)!r} is not among its calls"
             self._record(

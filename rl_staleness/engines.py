@@ -6,9 +6,9 @@ in ``rl_staleness.integrations``. Nothing here knows a product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -81,8 +81,7 @@ def capturing() -> Capture | None:
     return _open.get()
 
 
-@contextmanager
-def captured(capture: Capture | None = None) -> Generator[Capture]:
+class captured:
     """Make requests that this task, and tasks that it starts, submit in here calls of one capture.
 
     It is what links a request to its call: the variable is set here and read where the same task
@@ -92,13 +91,19 @@ def captured(capture: Capture | None = None) -> Generator[Capture]:
             output = await generate(prompt)
         return output, capture.records()
     """
-    capture = Capture() if capture is None else capture
-    token = _open.set(capture)
-    try:
-        yield capture
-    finally:
+
+    __slots__ = ("_capture", "_token")
+
+    def __init__(self, capture: Capture | None = None) -> None:
+        self._capture = Capture() if capture is None else capture
+
+    def __enter__(self) -> Capture:
+        self._token = _open.set(self._capture)
+        return self._capture
+
+    def __exit__(self, *_: object) -> None:
         with suppress(ValueError):  # an async generator that another task than its own closes
-            _open.reset(token)
+            _open.reset(self._token)
 
 
 class Engine(Protocol):

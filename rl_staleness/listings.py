@@ -109,10 +109,10 @@ class Listings:
             listing = self._unlisted[call] = Listing(-1)
         if listing.groups:
             still = [g for g in listing.groups if g not in groups and g in self._waiting]
-            listing.groups = (*still, *groups)
-        else:
-            listing.groups = groups
-        self._touch(call, listing, last)
+            groups = (*still, *groups)  # type: ignore[assignment]
+        listing.groups = groups
+        if listing.touched != last:
+            self._touch(call, listing, last)
 
     def forget(self, oldest: int, last: int) -> list[Counts]:
         """Forget the calls that were touched last at refit ``oldest`` or before.
@@ -121,21 +121,23 @@ class Listings:
             Where cuts listed the calls that no group ever published.
         """
         orphans: list[Counts] = []
+        waiting, listed, unlisted = self._waiting, self.listed, self._unlisted
         for number in [number for number in self._touched if number <= oldest]:
             for call in self._touched.pop(number):
-                calls = self.listed if call in self.listed else self._unlisted
-                listing = calls.get(call)
+                listing = listed.get(call) or unlisted.get(call)
                 if listing is None or listing.touched != number:
                     continue
-                if listing.groups and not self._waiting.isdisjoint(listing.groups):
+                if listing.groups and not waiting.isdisjoint(listing.groups):
                     self._touch(call, listing, last)
                     continue
-                del calls[call]
                 if not listing.groups:
                     orphans.append(listing.counts)
+                if listing.refit:
+                    del listed[call]
+                else:
+                    del unlisted[call]
         return orphans
 
     def _touch(self, call: str, listing: Listing, last: int) -> None:
-        if listing.touched != last:
-            listing.touched = last
-            self._touched[last].append(call)
+        listing.touched = last
+        self._touched[last].append(call)

@@ -7,6 +7,7 @@ others are written one by one, since only later evidence may say where they were
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,13 @@ SoleVersion = Callable[[str, int, int], int | None]
 
 InDoubt = Callable[[str, int | None, int | None], tuple[bool, bool]]
 """(engine, after, until) to whether those numbers, and the spans of such a call, may be too old."""
+
+
+_CALL = attrgetter("call")
+
+_Kind = tuple[str, int, int | None, int | None]
+
+_KIND: Callable[[LiveCall | Call], _Kind] = attrgetter("engine", "version", "after", "until")
 
 
 class Content(NamedTuple):
@@ -50,20 +58,18 @@ def content_of(
         policy_version: nothing that was generated so far can be newer.
     """
     calls = tuple(calls)
-    if len({call.call for call in calls}) < len(calls):
+    if len(set(map(_CALL, calls))) < len(calls):
         sum_up = False  # a name that stands twice is a violation, not to be hidden in a sum
     tokens: dict[int, int] = {}
     listed: list[Call] = []
-    versions: dict[tuple[str, int, int], int | None] = {}
+    settled: dict[_Kind, bool] = {}
     for call in calls:
-        after, until = call.after, call.until
-        if sum_up and after is not None and until is not None and not masks:
-            key = (call.engine, after, until)
-            if key not in versions:
-                versions[key] = None if any(in_doubt(*key)) else sole_version(*key)
-            version = versions[key]
-            if version is not None and _agrees(call, version):
-                tokens[version] = tokens.get(version, 0) + call.tokens
+        if sum_up and not masks:
+            kind = _KIND(call)
+            if kind not in settled:
+                settled[kind] = _is_settled(kind, sole_version, in_doubt)
+            if settled[kind] and _has_only_tokens(call):
+                tokens[call.version] = tokens.get(call.version, 0) + call.tokens
                 continue
         record = written(call, masks=masks, policy_version=policy_version)
         numbers, spans = in_doubt(record.engine, record.after, record.until)
@@ -80,13 +86,22 @@ def mask_of(ranges: Sequence[Sequence[int]]) -> Mask:
     return tuple((start, stop) for start, stop in ranges)
 
 
-def _agrees(call: LiveCall | Call, version: int) -> bool:
-    """Whether nothing has to be written down of this call beside its version and its tokens."""
-    if call.version != version or type(call.tokens) is not int or call.tokens < 0:
-        return False  # not to be hidden in a sum
-    if isinstance(call, Call) and call.trained is not None:
+def _is_settled(kind: _Kind, sole_version: SoleVersion, in_doubt: InDoubt) -> bool:
+    """Whether the stamp of such calls is all that will ever be known of their versions."""
+    engine, version, after, until = kind
+    if after is None or until is None or any(in_doubt(engine, after, until)):
         return False
-    return call.spans is None or tuple(call.spans) == ((0, call.tokens, version),)
+    return sole_version(engine, after, until) == version
+
+
+def _has_only_tokens(call: LiveCall | Call) -> bool:
+    """Whether nothing has to be written down of this call beside its version and its tokens."""
+    number, spans = call.tokens, call.spans
+    if type(number) is not int or number < 0:
+        return False  # not to be hidden in a sum
+    if type(call) is Call and call.trained is not None:
+        return False
+    return spans is None or tuple(spans) == ((0, number, call.version),)
 
 
 def written(call: LiveCall | Call, *, masks: Masks, policy_version: int) -> Call:

@@ -138,7 +138,7 @@ class Refits:
 
     def sole_version(self, after: int, until: int) -> int | None:
         """The one version of a call that no refit touched, done or open; None if one may have."""
-        if any(refit.state != "aborted" for refit in self.between(after, until)):
+        if after != until and any(r.state != "aborted" for r in self.between(after, until)):
             return None
         refit = self.find(after)
         if refit is None:

@@ -112,7 +112,8 @@ class TraceWriter:
         self._unsaid = 0
         self.torn = _mend(self.path)
         """Bytes of a torn last line that were cut off."""
-        self.continued = self.path.stat().st_size > 0
+        self._size = self.path.stat().st_size
+        self.continued = self._size > 0
         """The file holds a trace of this run already."""
         here = weakref.WeakMethod(self.close)
         os.register_at_fork(after_in_child=lambda: (here() or (lambda: None))())
@@ -156,7 +157,6 @@ class TraceWriter:
     def _write(self, line: bytes) -> bool:
         if self._file is None:
             return False
-        before = os.fstat(self._file).st_size
         data = line + b"\n"
         written = 0
         try:
@@ -166,8 +166,9 @@ class TraceWriter:
             if not self._unsaid:
                 _log.warning("%s: a line could not be written: %s", self.path, error)
             if written:
-                os.ftruncate(self._file, before)
+                os.ftruncate(self._file, self._size)
             return False
+        self._size += written
         return True
 
 
