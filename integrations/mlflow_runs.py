@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,11 +49,13 @@ def upload(trace: str, *, run: str, tracking_uri: str | None) -> str:
 
     Raises:
         DestinationError: it cannot be done; the message says why in one line.
+        TraceError, OSError: the trace cannot be read.
     """
-    with _told():
+    origin_of(trace)
+    with _told(run):
         where = _existing(run, tracking_uri)
         done = _attached(where, trace)
-        return f"MLflow run {run}: {done}"
+        return f"MLflow run {run}: {done or 'its files were there; nothing is changed'}"
 
 
 def replay(trace: str, *, run: str | None, tracking_uri: str | None) -> str:
@@ -69,17 +72,20 @@ def replay(trace: str, *, run: str | None, tracking_uri: str | None) -> str:
         TraceError, OSError: the trace cannot be read.
     """
     origin = origin_of(trace)
-    with _told():
+    with _told(run or "of this trace"):
         where = _made_for(origin, tracking_uri) if run is None else _existing(run, tracking_uri)
         there = _points_there(where)
+        is_new = not there
         brought = _send_missing(where, trace, there)
         files = _attached(where, trace)
-        if run is None and (brought or not there):
+        if run is None and (brought or is_new):
             client_of(where.uri).set_terminated(
                 where.id, _STATUS.get(origin.status, "FAILED"), int(origin.ended * 1000)
             )
+    if not brought and files is None:
+        return f"MLflow run {where.id}: all steps and files were there; nothing is changed"
     steps = f"{brought} steps brought" if brought else "all steps were there"
-    return f"MLflow run {where.id}: {steps}; {files}"
+    return f"MLflow run {where.id}: {steps}; {files or 'its files were there'}"
 
 
 def fetch(run: str, folder: str, *, tracking_uri: str | None) -> Fetched:
@@ -88,19 +94,24 @@ def fetch(run: str, folder: str, *, tracking_uri: str | None) -> Fetched:
     Raises:
         DestinationError: it cannot be done, or the run has neither.
     """
-    with _told():
+    with _told(run):
         where = _existing(run, tracking_uri)
         client = client_of(where.uri)
         files = {file.path for file in client.list_artifacts(run, FOLDER)}
         if f"{FOLDER}/{PACKED}" in files:
             return str(client.download_artifacts(run, f"{FOLDER}/{PACKED}", folder))
-        steps: dict[int, dict[str, float]] = {}
-        for key in KEYS:
-            for point in sorted(client.get_metric_history(run, key), key=lambda p: p.timestamp):
-                steps.setdefault(point.step, {})[key] = point.value
-    if not steps:
+        points = [point for key in KEYS for point in client.get_metric_history(run, key)]
+    if not points:
         raise DestinationError(f"MLflow run {run}: it has no trace and no staleness metrics")
-    return [Logged(step, steps[step]) for step in sorted(steps)]
+    return _logged(points)
+
+
+def _logged(points: Iterable[Any]) -> list[Logged]:
+    """Steps of points; of a step that was made again after a resume the later one."""
+    steps: dict[int, dict[int, dict[str, float]]] = {}
+    for point in points:
+        steps.setdefault(point.step, {}).setdefault(point.timestamp, {})[point.key] = point.value
+    return [Logged(step, times[max(times)]) for step, times in sorted(steps.items())]
 
 
 def _existing(run: str, tracking_uri: str | None) -> Run:
@@ -148,24 +159,25 @@ def _experiment(client: Any) -> str:
     return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
 
 
-def _points_there(where: Run) -> set[tuple[str, int, float]]:
+def _points_there(where: Run) -> Counter[tuple[str, int, float]]:
+    """How often the run has which value: its own sink logged it at another time than the step's."""
     client = client_of(where.uri)
     keys = KEYS if client.get_run(where.id).data.metrics else ()
-    return {
+    return Counter(
         (key, point.step, point.value)
         for key in keys
         for point in client.get_metric_history(where.id, key)
-    }
+    )
 
 
-def _send_missing(where: Run, trace: str, there: set[tuple[str, int, float]]) -> int:
+def _send_missing(where: Run, trace: str, there: Counter[tuple[str, int, float]]) -> int:
     """Send what is not there, oldest first; the number of steps of which something was not."""
     summary = Summary()
     steps = 0
     waiting: list[Point] = []
     for seconds, step in timed_steps(trace):
         points, _ = points_of(step, summary, seconds=seconds)
-        missing = [point for point in points if (point.key, point.step, point.value) not in there]
+        missing = [point for point in points if not _taken(there, point)]
         steps += bool(missing)
         if len(waiting) + len(missing) > BATCH:
             refused_of(where, waiting, tags=DEFINITIONS)
@@ -175,12 +187,21 @@ def _send_missing(where: Run, trace: str, there: set[tuple[str, int, float]]) ->
     return steps
 
 
-def _attached(where: Run, trace: str) -> str:
-    """Attach the files unless they are there; what was done."""
+def _taken(there: Counter[tuple[str, int, float]], point: Point) -> bool:
+    """Whether the point is there, which is good for one."""
+    value = point.key, point.step, point.value
+    if not there[value]:
+        return False
+    there[value] -= 1
+    return True
+
+
+def _attached(where: Run, trace: str) -> str | None:
+    """Attach the files; what was done, None if they were there."""
     with in_scratch() as folder:
         packed = pack(trace, folder)
         if is_attached(where, packed.sha256):
-            return "its files were there"
+            return None
         deadline = time.monotonic() + DRAWING_SECONDS
         lacking = attach(Job(where, packed.path, True, deadline))
     left_out = [f"{name} is not attached ({why})" for name, why in lacking.items()]
@@ -188,7 +209,7 @@ def _attached(where: Run, trace: str) -> str:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _told(run: str) -> Iterator[None]:
     """Whatever MLflow raises becomes one line, and within seconds: its retries take minutes."""
     is_set = RETRIES in os.environ
     os.environ.setdefault(RETRIES, "2")
@@ -199,7 +220,7 @@ def _told() -> Iterator[None]:
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("mlflow", "requests", "sqlalchemy"):
             raise
-        raise DestinationError(f"MLflow: {one_line(error)}") from error
+        raise DestinationError(f"MLflow run {run}: {one_line(error)}") from error
     finally:
         if not is_set:
             os.environ.pop(RETRIES, None)

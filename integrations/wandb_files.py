@@ -33,7 +33,8 @@ def attach(wandb: Any, job: Job[Any]) -> dict[str, str]:
     run = job.run
     if run.disabled:
         return {}
-    run.log({}, commit=False)  # raises where the run is finished; below that would take 30 s
+    if getattr(run, "_is_finished", False):  # to find out below would take 30 s
+        raise RuntimeError("the run is finished")
     folder = _folder(run)
     try:
         left = job.deadline - time.monotonic()

@@ -41,6 +41,7 @@ class _Target(NamedTuple):
     exit_code: int
     next_row: int | None = None
     """Value of the counter for the next row, where W&B does not know it."""
+    warning: str | None = None
 
 
 def upload(trace: str, *, run: str) -> str:
@@ -54,7 +55,7 @@ def upload(trace: str, *, run: str) -> str:
         TraceError, OSError: the trace cannot be read.
     """
     origin_of(trace)
-    with _told() as wandb:
+    with _told(run) as wandb:
         return _brought(wandb, trace, _existing(wandb, run), with_steps=False)
 
 
@@ -73,7 +74,7 @@ def replay(trace: str, *, run: str | None) -> str:
         TraceError, OSError: the trace cannot be read.
     """
     origin = origin_of(trace)
-    with _told() as wandb:
+    with _told(run or "of this trace") as wandb:
         if run is not None:
             return _brought(wandb, trace, _existing(wandb, run), with_steps=True)
         if wandb.setup().settings.mode in ("offline", "dryrun"):
@@ -89,7 +90,7 @@ def fetch(run: str, folder: str) -> Fetched:
     Raises:
         DestinationError: it cannot be done, or the run has neither.
     """
-    with _told() as wandb:
+    with _told(run) as wandb:
         if os.path.isdir(run):
             runs = _on_disk(run)
             for artifact in reversed([a for part in runs for a in part.artifacts]):
@@ -121,7 +122,7 @@ def _brought(
         return f"W&B run {target.name}: {what} were there; nothing is changed"
     said = []
     with _opened(wandb, target) as run:
-        noted = {"attached": sorted({*target.attached, digest})}
+        noted: dict[str, object] = {"attached": sorted({*target.attached, digest})}
         if origin is not None:
             noted |= {"replay_of": origin.run, "started": origin.started}
         if missing:
@@ -143,6 +144,8 @@ def _brought(
         where = Path(run.sync_dir)
     if target.next_row is not None:
         said.append(f"it is in {where}, for `wandb sync`")
+    if target.warning is not None:
+        said.append(target.warning)
     return f"W&B run {target.name}: {'; '.join(said)}"
 
 
@@ -150,11 +153,14 @@ def _made_on_disk(wandb: Any, origin: Origin) -> _Target:
     """The run on this disk that is made for this trace, now or by an earlier replay."""
     run_id = _id_of(origin)
     folders = folders_of(run_id, wandb.setup().settings.wandb_dir)
-    if folders:
-        parts = [read_run(folder) for folder in folders]
-        return _target_on_disk(parts, name=run_id, exit_code=_exit_code(origin))
+    parts = [read_run(folder) for folder in folders]
+    empty = ", ".join(str(part.folder) for part in parts if not part.id)
+    warning = f"remove {empty}: it is empty, and `wandb sync` stumbles over it" if empty else None
+    if parts := [part for part in parts if part.id]:
+        target = _target_on_disk(parts, name=run_id, exit_code=_exit_code(origin))
+        return target._replace(warning=warning)
     init = {"id": run_id, "mode": "offline", "name": origin.title}
-    return _Target(run_id, init, Counter(), frozenset(), _exit_code(origin), next_row=0)
+    return _Target(run_id, init, Counter(), frozenset(), _exit_code(origin), 0, warning)
 
 
 def _made_for(wandb: Any, origin: Origin) -> _Target:
@@ -219,9 +225,12 @@ def _target_on_disk(parts: list[OfflineRun], *, name: str, exit_code: int) -> _T
 def _on_disk(folder: str) -> list[OfflineRun]:
     """A run's folder, and those that were added to it."""
     run = read_run(folder)
+    if not run.id:
+        raise DestinationError(f"{folder}: the W&B run's file is empty")
     beside = folders_of(run.id, run.folder.absolute().parent)
     own = run.folder.resolve()
-    return [run, *(read_run(other) for other in beside if other.resolve() != own)]
+    others = [read_run(other) for other in beside if other.resolve() != own]
+    return [run, *(other for other in others if other.id)]
 
 
 def _log_missing(wandb: Any, run: Any, trace: str, target: _Target) -> None:
@@ -285,7 +294,7 @@ def _opened(wandb: Any, target: _Target) -> Iterator[Any]:
 
 
 @contextmanager
-def _told() -> Iterator[Any]:
+def _told(run: str) -> Iterator[Any]:
     """Whatever W&B raises becomes one line."""
     try:
         import wandb
@@ -298,4 +307,4 @@ def _told() -> Iterator[Any]:
     try:
         yield wandb
     except wandb.errors.Error as error:
-        raise DestinationError(f"W&B: {type(error).__name__}: {error}") from error
+        raise DestinationError(f"W&B run {run}: {type(error).__name__}: {error}") from error

@@ -25,6 +25,8 @@ class StubServer:
         self.operations: list[str] = []
         self.alerts: list[dict[str, Any]] = []
         self.artifacts: list[dict[str, Any]] = []
+        self.configs: dict[str, str] = {}
+        """By run, as JSON."""
         self.states: dict[str, str] = {}
         """By run, where it is not finished."""
         self.refuse: int | None = None
@@ -71,7 +73,7 @@ class StubServer:
         """A run as the public API shows it; None: there is none."""
         if run not in self.history and run not in self.states:
             return None
-        texts = dict.fromkeys(("config", "systemMetrics", "summaryMetrics"), "{}")
+        texts = dict.fromkeys(("systemMetrics", "summaryMetrics"), "{}")
         times = dict.fromkeys(("createdAt", "heartbeatAt"), "2026-01-01T00:00:00Z")
         empty = dict.fromkeys(("group", "jobType", "commit", "sweepName"))
         return {
@@ -87,6 +89,7 @@ class StubServer:
             "user": {"name": "e", "username": "e"},
             "historyLineCount": len(self.rows(run)),
             "historyKeys": self.history_keys(run),
+            "config": self.configs.get(run, "{}"),
             **texts,
             **times,
             **empty,
@@ -102,6 +105,8 @@ class StubServer:
                 viewer = {"id": "v", "entity": "e", "username": "e", "flags": "{}"}
                 return {"viewer": viewer | {"teams": {"edges": []}}}
             case "UpsertBucket":
+                if variables.get("config"):
+                    self.configs[variables["name"]] = variables["config"]
                 bucket = run | {"name": variables["name"], "project": project, "config": "{}"}
                 return {"upsertBucket": {"bucket": bucket, "inserted": True}}
             case "ServerFeaturesQuery":
@@ -119,7 +124,7 @@ class StubServer:
                         "historyTail": tail,
                         "eventsTail": "[]",
                         "summaryMetrics": "{}",
-                        "config": "{}",
+                        "config": self.configs.get(variables["name"], "{}"),
                         "tags": [],
                         "wandbConfig": json.dumps({"t": 1}),
                     }
@@ -143,6 +148,9 @@ class StubServer:
                     if first <= row["_step"] < stop
                 ]
                 return {"project": {"run": {"history": page}}}
+            case "RunOutputArtifacts":
+                page = {"pageInfo": {"endCursor": None, "hasNextPage": False}, "edges": []}
+                return {"project": {"run": {"artifacts": {"totalCount": 0, **page}}}}
             case "CreateRunFiles":
                 return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
             case "NotifyScriptableRunAlert":
