@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -209,7 +209,7 @@ def _attached(where: Run, trace: str) -> str | None:
 
 
 @contextmanager
-def _told(run: str) -> Iterator[None]:
+def _told(run: str) -> Generator[None]:
     """Whatever MLflow raises becomes one line, and within seconds: its retries take minutes."""
     is_set = RETRIES in os.environ
     os.environ.setdefault(RETRIES, "2")

@@ -9,6 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +43,7 @@ def read_run(folder: str | os.PathLike[str]) -> OfflineRun:
     Raises:
         OSError: there is none, or it cannot be read.
     """
-    from wandb.proto import wandb_internal_pb2 as pb
-
+    pb: Any = import_module("wandb.proto.wandb_internal_pb2")
     (path, *_) = [*Path(folder).glob("run-*.wandb"), Path(folder, "run.wandb")]
     names: dict[str, str] = {"run_id": "", "entity": "", "project": ""}
     rows: list[dict[str, Any]] = []

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ from rl_staleness.replay import Origin, origin_of, timed_steps
 __all__ = ["fetch", "replay", "upload"]
 
 DRAWING_SECONDS = 3600.0
+
+PARTS = "values", "bins"
+"""Of a histogram."""
 
 
 class _Target(NamedTuple):
@@ -120,7 +124,7 @@ def _brought(
     if has_files and not missing:
         what = "all steps and files" if with_steps else "its files"
         return f"W&B run {target.name}: {what} were there; nothing is changed"
-    said = []
+    said: list[str] = []
     with _opened(wandb, target) as run:
         noted: dict[str, object] = {"attached": sorted({*target.attached, digest})}
         if origin is not None:
@@ -191,7 +195,7 @@ def _target_on_server(
 ) -> _Target:
     if there.state == "running" and not may_run:
         raise DestinationError(f"W&B run {path} is still running; its own sink attaches the trace")
-    noted = dict(there.config).get("rl_staleness_replay") or {}
+    noted: Any = dict(there.config).get("rl_staleness_replay") or {}
     init = {"entity": there.entity, "project": there.project, "id": there.id, "resume": "must"}
     return _Target(
         path,
@@ -258,15 +262,15 @@ def _steps_of(trace: str) -> Counter[int]:
 
 def _logged(row: Mapping[str, Any]) -> Logged:
     """A row as it was read; the ages are exact where every bin holds one."""
-    histogram = row.get(HISTOGRAM) or {
-        part: row.get(f"{HISTOGRAM}.{part}") for part in ("values", "bins")
-    }
-    counts, edges = histogram.get("values") or [], histogram.get("bins") or []
+    nested: Mapping[str, Any] = row.get(HISTOGRAM) or {}
+    parts = {part: nested.get(part) or row.get(f"{HISTOGRAM}.{part}") for part in PARTS}
+    counts: list[int] = parts["values"] or []
+    edges: list[float] = parts["bins"] or []
     ages: dict[int, int] = {}
     if len(edges) > 1 and edges[1] - edges[0] == 1:
         ages = {int(age): count for age, count in zip(edges, counts, strict=False) if count}
     metrics = {k: v for k, v in row.items() if k.startswith("staleness/")}
-    numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
     return Logged(int(row[AXIS]), numbers, ages)
 
 
@@ -279,7 +283,7 @@ def _exit_code(origin: Origin) -> int:
 
 
 @contextmanager
-def _opened(wandb: Any, target: _Target) -> Iterator[Any]:
+def _opened(wandb: Any, target: _Target) -> Generator[Any]:
     """The run, gone on with, and finished as it was."""
     settings = wandb.Settings(
         silent=True, console="off", x_disable_stats=True, x_disable_machine_info=True
@@ -294,11 +298,10 @@ def _opened(wandb: Any, target: _Target) -> Iterator[Any]:
 
 
 @contextmanager
-def _told(run: str) -> Iterator[Any]:
+def _told(run: str) -> Generator[Any]:
     """Whatever W&B raises becomes one line."""
     try:
-        import wandb
-
+        wandb: Any = import_module("wandb")
         wandb.Histogram  # noqa: B018  # a folder wandb/ of old runs imports as well
     except (ImportError, AttributeError) as error:
         raise DestinationError(

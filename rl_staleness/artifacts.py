@@ -99,16 +99,23 @@ def draw(trace: str, folder: str, *, seconds: float) -> dict[str, str]:
             timeout=seconds,
             check=False,
         )
-        return cast(dict[str, str], json.loads(process.stdout))
     except subprocess.TimeoutExpired:
         lacking = dict.fromkeys(both, f"drawing took longer than {seconds:.0f} s")
+    except OSError as error:
+        lacking = dict.fromkeys(both, reason(error))
+    else:
+        lacking = _answer(process)
+    return {name: why for name, why in lacking.items() if not _is_file(folder, name)}
+
+
+def _answer(process: subprocess.CompletedProcess[bytes]) -> dict[str, str]:
+    """What the drawing process says that it could not do."""
+    try:
+        return cast(dict[str, str], json.loads(process.stdout))
     except ValueError:  # it died, and what it printed is no JSON
         last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         why = f"drawing ended with status {process.returncode}: {last}"[:LONGEST_REASON]
-        lacking = dict.fromkeys(both, why)
-    except OSError as error:
-        return dict.fromkeys(both, reason(error))
-    return {name: why for name, why in lacking.items() if not _is_file(folder, name)}
+        return dict.fromkeys((REPORT, PICTURE), why)
 
 
 def reason(error: BaseException) -> str:

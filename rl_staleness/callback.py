@@ -134,6 +134,7 @@ class StalenessCallback:
                 raise ValueError(f"{name}: {seconds!r} is no time; pass seconds, not negative")
         self._close_timeout = close_timeout
         self._sinks = list(sinks or ())
+        self._new_sinks = list(self._sinks)
         self._active: dict[str, Sink] | None = {} if sinks is None else None
         self._guard = Guard(strict=strict, timeout=timeout)
         self._late_masks = late_masks
@@ -577,6 +578,8 @@ class StalenessCallback:
     def _notify(self, numbers: StepStaleness) -> None:
         if self._active is not None:
             self._look_for_runs(self._active)
+        if self._new_sinks:
+            self._tell_past(numbers)
         for sink in self._sinks:
             with self._guard(_title(sink)):
                 if isinstance(sink, Sink):
@@ -589,6 +592,17 @@ class StalenessCallback:
             for library, sink in active_sinks(active):
                 active[library] = sink
                 self._sinks.append(sink)
+                self._new_sinks.append(sink)
+
+    def _tell_past(self, numbers: StepStaleness) -> None:
+        """Tell new sinks that sum the run up what was trained before this step, ever."""
+        past = self._recorder.trained.copy()
+        past.subtract(numbers.tokens_by_age)
+        for sink in self._new_sinks:
+            if (resume := getattr(sink, "resume", None)) is not None:
+                with self._guard(_title(sink)):
+                    resume(+past)
+        self._new_sinks.clear()
 
     def _close_sinks(self) -> None:
         for sink in self._sinks:

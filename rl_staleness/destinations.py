@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -91,7 +91,7 @@ def fetch(product: Product, *, run: str, folder: str, **where: str | None) -> Fe
 
 
 @contextmanager
-def in_scratch() -> Iterator[str]:
+def in_scratch() -> Generator[str]:
     """A folder for files on their way."""
     with tempfile.TemporaryDirectory(prefix="rl_staleness-") as folder:
         yield folder

@@ -43,11 +43,15 @@ class Recorder:
         """Events with a value of a wrong type: neither written nor applied."""
         self.violations: Counter[str] = Counter()
         """By name, since this process opened the trace."""
+        self.trained: Counter[int] = Counter()
+        """Tokens of all steps so far by their age, those of earlier incarnations included."""
         self._writer = None if path is None else TraceWriter(path, run=run)
         self._step: StepStaleness | None = None
         if self._writer is not None and self._writer.continued:
             for event in read(self._writer.path):
-                self.ledger.apply(event)
+                step = self.ledger.apply(event)
+                if step is not None:
+                    self.trained.update(step.tokens_by_age)
 
     @property
     def path(self) -> str | None:
@@ -102,6 +106,8 @@ class Recorder:
 
     def _apply(self, event: Event) -> None:
         self._step = self.ledger.apply(event)
+        if self._step is not None:
+            self.trained.update(self._step.tokens_by_age)
         for name, detail in self.ledger.found:
             self.violations[name] += 1
             if self.violations[name] <= LOGGED_A_NAME:

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -867,22 +868,42 @@ def test_numbers_do_not_wait_for_files(
     assert line == f"run {run}: the trace not attached (out of time)"
 
 
-def test_a_resumed_run_goes_on_with_its_summary(store: Place) -> None:
-    """The mean is over the tokens of both incarnations."""
+def test_a_resumed_run_goes_on_with_its_summary(store: Place, tmp_path: Path) -> None:
+    """It is over all tokens of the trace, whichever process trained them."""
     run = store.new_run()
-    sink = MlflowSink(run, tracking_uri=store.uri)
-    sink.log(numbers(1, {0: 90, 1: 9}))
-    assert sink.close(trace=None, timeout=30) is None
-    sink = MlflowSink(run, tracking_uri=store.uri)
-    sink.resume({0: 90, 1: 9})
-    sink.log(numbers(2, {9: 1}))
-    assert sink.close(trace=None, timeout=30) is None
-    histories = store.histories(run)
-    assert {key: histories[key][2] for key in SUMMARY} == {
-        "staleness/run_mean": 18 / 100,
-        "staleness/run_p95": 1.0,
-        "staleness/run_max": 9.0,
-    }
+    trace = tmp_path / "trace.jsonl"
+    for _ in range(2):
+        sink = MlflowSink(run, tracking_uri=store.uri)
+        engine = FakeEngine("e", counts={})
+        with StalenessCallback(trace=trace, run="r", engines=[engine], sinks=[sink]) as staleness:
+            first = staleness.step
+            for step in range(first, first + 3):
+                version = max(staleness.version - 2, 0)
+                calls = [Call(call="a", engine="e", version=version, tokens=7 * step, after=0)]
+                staleness.on_publish(f"g{step}", calls=calls)
+                staleness.on_step([f"g{step}"])
+    ages: Counter[int] = Counter()
+    means = {}
+    for numbers_of_step in steps(trace):
+        ages.update(numbers_of_step.tokens_by_age)
+        mean = sum(age * count for age, count in ages.items()) / ages.total()
+        means[numbers_of_step.step] = mean
+    assert store.histories(run)["staleness/run_mean"] == means
+    assert len(means) == 6 and len({*means.values()}) > 3
+
+
+def test_a_run_that_is_found_late_knows_what_was_trained_before(trainer: Place) -> None:
+    """The summary is of the training, whichever steps the run has."""
+    with StalenessCallback(trace=None) as staleness:
+        for step in range(1, 4):
+            call = Call(call="a", engine="e", version=0, tokens=10, after=0, until=0)
+            staleness.on_publish(f"g{step}", calls=[call])
+            if step == 3:
+                mlflow.start_run(experiment_id=trainer.experiment)
+            staleness.on_step([f"g{step}"])
+    (run,) = trainer.runs()
+    assert trainer.histories(run)["staleness/batch_age"] == {3: 2.0}
+    assert trainer.histories(run)["staleness/run_mean"] == {3: 1.0}
 
 
 # The end.
