@@ -4,6 +4,7 @@
 #   test      lint, types, the core's tests, the engine tests under both vLLM versions
 #   test-all  the same with the tests marked slow
 #   bench     the benchmarks: ratios, each taken in one run
+#   pictures  the pictures of the README, made anew from two runs of the demo (needs Chromium)
 #   lint, types, format, clean
 
 PYTHON ?= python3.11
@@ -32,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_COMPILE_DISABLE ?= 1
 endif
 
-.PHONY: demo test test-all core-tests engine-tests engine-tests-029 lint types format bench clean
+.PHONY: demo test test-all core-tests engine-tests engine-tests-029 lint types format bench pictures clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -68,6 +69,9 @@ format: $(NEW)/.ready
 
 bench: $(NEW)/.ready
 	set -e; for script in tests/bench/bench_*.py; do $(NEW)/bin/python $$script; done
+
+pictures: $(NEW)/.ready
+	$(NEW)/bin/python -m tests.pictures
 
 clean:
 	rm -rf $(NEW) $(OLD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,6 +43,8 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--force-color-profile=srgb",
+    "--blink-settings=primaryHoverType=2,availableHoverTypes=2"  # there is a mouse, which buttons
+    ",primaryPointerType=4,availablePointerTypes=4",  # that appear under it wait for
     "--remote-debugging-pipe",
 )
 
@@ -100,18 +102,20 @@ class Browser:
         for end in (reads, writes, *ends):
             os.close(end)
 
-    def open(self, url: str, *, size: tuple[int, int] | None = None) -> Page:
-        """Open a page in a tab of its own; it may still be loading."""
-        width, height = size or self._size
+    def open(self, url: str, *, first: str = "") -> Page:
+        """Open a page in a tab of its own; it may still be loading.
+
+        Args:
+            first: a script that runs in each document before its own do.
+        """
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = Page(self, session, width)
+        page = Page(self, session)
         self._pages.append(page)
         page.follow(session)
-        page.resize(width, height)
-        mouse = [{"name": "hover", "value": "hover"}, {"name": "pointer", "value": "fine"}]
-        page.call("Emulation.setEmulatedMedia", features=mouse)
+        page.resize(*self._size)
         page.call("Page.enable")
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=first)
         page.call("Page.navigate", url=url)
         return page
 
@@ -162,11 +166,11 @@ class Browser:
 class Page:
     """A tab, with its frames."""
 
-    def __init__(self, owner: Browser, session: str, width: int) -> None:
+    def __init__(self, owner: Browser, session: str) -> None:
         self._owner = owner
         self._session = session
         self._sessions: list[str] = []
-        self._width = width
+        self._width = 0
         self.requests: list[str] = []
         """Addresses that the page and its frames asked for, in order."""
         self.errors: list[str] = []
@@ -248,8 +252,18 @@ class Page:
             time.sleep(0.2)
 
     def click(self, script: str) -> None:
-        """Click with the mouse in the middle of the element that an expression finds, once."""
-        place = self.wait(
+        """Click in the middle of the element that an expression finds, once it moves no more."""
+        places = [None, self._place(script)]
+        while places[-1] != places[-2]:
+            time.sleep(0.3)
+            places.append(self._place(script))
+        x, y = places[-1]
+        for kind in ("mousePressed", "mouseReleased"):
+            at = {"x": x, "y": y, "button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, **at)
+
+    def _place(self, script: str) -> Any:
+        return self.wait(
             f"""(() => {{
                 const element = {script};
                 if (!element) return null;
@@ -258,9 +272,17 @@ class Page:
                 return [box.x + box.width / 2, box.y + box.height / 2];
             }})()"""
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            at = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
-            self.call("Input.dispatchMouseEvent", type=kind, **at)
+
+    def settle(self) -> None:
+        """Wait until the window looks the same twice, half a second apart."""
+        before, now = b"", self.picture()
+        while before != now:
+            time.sleep(0.5)
+            before, now = now, self.picture()
+
+    def write(self, text: str) -> None:
+        """Put a text where the cursor is."""
+        self.call("Input.insertText", text=text)
 
     def picture(self, *, height: int | None = None) -> bytes:
         """A PNG of the window, or of so much of the page from its top."""
