@@ -294,7 +294,8 @@ def draw(trace: str, report: Path) -> None:
 
 def main() -> int:
     options = parse()
-    name = datetime.now().strftime("async-grpo-%Y-%m-%d-%H%M%S")
+    kind = "sync" if options.sync else f"max-staleness-{options.max_staleness}"
+    name = datetime.now().strftime(f"{kind}-%Y%m%d-%H%M%S")
     options.output.mkdir(parents=True, exist_ok=True)
     print(f"starting Ray and {options.engines} vLLM engines on the CPU: a minute or less ...")
     with (

@@ -28,6 +28,7 @@ os.environ.update(  # read by Ray, torch and vLLM when they are imported or star
     RAY_USAGE_STATS_ENABLED="0",
     TORCH_COMPILE_DISABLE="1",  # it would take longer than the run
     TORCH_CPP_LOG_LEVEL="ERROR",
+    TORCH_LOGS="-all",  # errors only: that there is no Triton is no news on a CPU
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # lets the executor "uni" save a process an engine
     VLLM_HOST_IP="127.0.0.1",

@@ -130,7 +130,8 @@ def test_asynchronous_demo_is_exact(tmp_path: Path) -> None:
     assert cuts_against_spans(trace) > 100
     check_mlflow(tmp_path / "out", numbers, rewards, printed)
     check_wandb(tmp_path / "out", numbers, rewards, printed)
-    assert "<h1>Staleness of async-grpo-20" in (trace.parent / "staleness_report.html").read_text()
+    report = (trace.parent / "staleness_report.html").read_text()
+    assert "<h1>Staleness of max-staleness-6-20" in report
     assert "report: out/staleness_report.html\n" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing lies elsewhere"
 
