@@ -1,0 +1,73 @@
+"""What the picture of a run says beyond its size: axes, bounds, names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_staleness import Call, StalenessCallback
+from rl_staleness.plot import plot
+from rl_staleness.report import title
+from rl_staleness.view import RunView, look_at
+from tests.traces import write_trace
+
+pytest.importorskip("matplotlib", reason="the picture is drawn with Matplotlib")
+
+
+@pytest.fixture
+def figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Draws the trace at a path and returns Matplotlib's figure."""
+
+    def draw(trace: Path) -> Any:
+        drawn: list[Any] = []
+        monkeypatch.setattr("rl_staleness.plot._saved", lambda figure: drawn.append(figure) or b"")
+        plot(trace)
+        return drawn[0]
+
+    return draw
+
+
+def lines(axis: Any) -> dict[str, list[float]]:
+    return {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+
+
+def test_the_bounds_are_drawn_where_versions_are_not_known(tmp_path: Path, figure: Any) -> None:
+    """The least and the most that the mean can be, step by step; none in a run that is covered."""
+    write_trace(tmp_path / "blind.jsonl", steps=20, blind=0.5)
+    write_trace(tmp_path / "seen.jsonl", steps=20)
+    drawn = lines(figure(tmp_path / "blind.jsonl").axes[0])
+    rows = look_at(tmp_path / "blind.jsonl").rows
+    assert drawn["bounds of the mean"] == [row.numbers.age_lo for row in rows]
+    assert [row.numbers.age_hi for row in rows] in list(drawn.values())
+    assert "bounds of the mean" not in lines(figure(tmp_path / "seen.jsonl").axes[0])
+
+
+def test_an_age_of_0_stands_on_the_axis(tmp_path: Path, figure: Any) -> None:
+    """Synchronous training is a line at 0 below an empty axis, not noise around it."""
+    path = tmp_path / "trace.jsonl"
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        for step in range(3):
+            call = Call(call="c", engine="e", version=step, after=step, until=step, tokens=9)
+            staleness.on_publish(f"g{step}", calls=[call])
+            staleness.on_step([f"g{step}"])
+            staleness.on_refit_paused(engines=["e"], cuts={"e": {}})
+            staleness.on_refit_done(engines=["e"])
+    axes = figure(path).axes
+    assert lines(axes[0])["batch age"] == [0, 0, 0]
+    assert axes[0].get_ylim() == (-0.05, 1.05)
+    assert axes[2].get_legend_handles_labels()[1] == ["trained"], "nothing was dropped"
+
+
+@pytest.mark.parametrize(
+    ("run", "shown"),
+    [
+        ("0123456789abcdef0123456789abcdef", "Staleness of run 01234567"),
+        ("max-staleness-4", "Staleness of max-staleness-4"),
+        ("0123456789abcdef", "Staleness of 0123456789abcdef"),
+    ],
+)
+def test_a_name_that_nobody_gave_is_short(run: str, shown: str) -> None:
+    """What a run is called by default fills half a line and tells nobody anything."""
+    assert title(RunView(run=run)) == shown
