@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from contextlib import suppress
 
-from rl_staleness.artifacts import PACKED, PICTURE, REPORT, draw, pack
+from rl_staleness.artifacts import PACKED, PICTURE, REPORT, draw, pack_aside
 from rl_staleness.attachments import Job
 from rl_staleness.integrations.mlflow_points import Run, client_of, one_line
 
@@ -32,11 +31,11 @@ def attach(job: Job[Run]) -> dict[str, str]:
     run = job.run
     with tempfile.TemporaryDirectory(prefix="rl_staleness-") as folder:
         try:
-            packed = pack(job.trace, folder)
+            packed = pack_aside(job.trace, folder, **job.limits)
             client_of(run.uri).log_artifact(run.id, packed.path, FOLDER)
         except Exception as error:  # noqa: BLE001  # of whatever store it is; it is said at the end
             return {", ".join((PACKED, REPORT, PICTURE)): one_line(error)}
-        lacking = draw(packed.path, folder, seconds=job.deadline - time.monotonic())
+        lacking = draw(packed.path, folder, **job.limits)
         for name in (REPORT, PICTURE):
             if name not in lacking:
                 lacking |= _upload(run, os.path.join(folder, name), None)

@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from typing import Any
 
-from rl_staleness.artifacts import draw, pack
-from rl_staleness.attachments import Job
+from rl_staleness.artifacts import PACKED, PICTURE, REPORT, draw, pack_aside
+from rl_staleness.attachments import Job, Limits
 
-__all__ = ["TYPE", "artifact_of", "attach"]
+__all__ = ["TYPE", "attach"]
 
 TYPE = "staleness-trace"
 
@@ -37,36 +36,21 @@ def attach(wandb: Any, job: Job[Any]) -> dict[str, str]:
         raise RuntimeError("the run is finished")
     folder = _folder(run)
     try:
-        left = job.deadline - time.monotonic()
-        artifact, lacking = artifact_of(
-            wandb, run.id, job.trace, folder, seconds=max(left / 2, left - LOGGING_SECONDS)
-        )
+        packed = pack_aside(job.trace, folder, **job.limits)
+        left = job.limits["seconds"]
+        limits: Limits = {**job.limits, "seconds": max(left / 2, left - LOGGING_SECONDS)}
+        lacking = draw(packed.path, folder, **limits)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", f"staleness-trace-{run.id}")[:128]
+        artifact = wandb.Artifact(name, type=TYPE, metadata=packed.metadata)
+        for file in (PACKED, PICTURE, REPORT):
+            if os.path.isfile(path := os.path.join(folder, file)):
+                artifact.add_file(path, name=file, policy="immutable")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    last = artifact.metadata["last_step"]
-    run.log_artifact(artifact, aliases=["latest", "final" if job.final else f"step-{last}"])
+    also = "final" if job.final else f"step-{packed.last_step}"
+    run.log_artifact(artifact, aliases=["latest", also])
     return lacking
-
-
-def artifact_of(
-    wandb: Any, run_id: str, trace: str, folder: str, *, seconds: float
-) -> tuple[Any, dict[str, str]]:
-    """Make the files in the folder and the artifact of them.
-
-    Args:
-        seconds: for drawing.
-
-    Returns:
-        The artifact; by name, why a file is not in it.
-    """
-    packed = pack(trace, folder)
-    lacking = draw(packed.path, folder, seconds=seconds)
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"staleness-trace-{run_id}")[:128]
-    artifact = wandb.Artifact(name, type=TYPE, metadata=packed.metadata)
-    for file in sorted(os.listdir(folder)):
-        artifact.add_file(os.path.join(folder, file), name=file, policy="immutable")
-    return artifact, lacking
 
 
 def _folder(run: Any) -> str:

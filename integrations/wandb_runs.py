@@ -103,9 +103,10 @@ def fetch(run: str, folder: str) -> Fetched:
             rows = [row for part in runs for row in part.rows]
         else:
             there = wandb.Api().run(run)
-            for artifact in reversed(list(there.logged_artifacts())):
-                if artifact.type == TYPE:
-                    return str(artifact.get_entry(PACKED).download(folder))
+            found = [artifact for artifact in there.logged_artifacts() if artifact.type == TYPE]
+            if found:
+                newest = max(found, key=lambda artifact: str(artifact.created_at))
+                return str(newest.get_entry(PACKED).download(folder))
             rows = list(there.scan_history())
     logged = {row[AXIS]: _logged(row) for row in rows if AXIS in row}
     if not logged:

@@ -1,9 +1,9 @@
 """The files that a run shows beside its numbers: its trace, packed, the report and the picture.
 
-They are made of whole lines only, so that a trace may be taken while it is written. The drawing is
-done in a process of its own: it takes no time from a training in this one, and can be ended.
+They are made of whole lines only, so that a trace may be taken while it is written. A sink has them
+made in a process of its own: that takes no time from the training in this one, and can be ended.
 
-    python -m rl_staleness.artifacts TRACE FOLDER     draws, and says as JSON what it could not
+    python -m rl_staleness.artifacts pack|draw TRACE FOLDER NICENESS     says as JSON what it did
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, NamedTuple, cast
 
 from rl_staleness.events import SCHEMA, StepTrained, TraceError, decode
 
-__all__ = ["PACKED", "PICTURE", "REPORT", "Packed", "draw", "pack", "reason"]
+__all__ = ["PACKED", "PICTURE", "REPORT", "Packed", "draw", "pack", "pack_aside", "reason"]
 
 PACKED, REPORT, PICTURE = "rollout_trace.jsonl.gz", "staleness_report.html", "staleness.png"
 """Names of the files; pages that lay runs side by side look for the same name."""
@@ -74,48 +74,66 @@ def pack(trace: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Packe
     )
 
 
-def draw(trace: str, folder: str, *, seconds: float) -> dict[str, str]:
+def pack_aside(
+    trace: str | os.PathLike[str], folder: str, *, seconds: float, in_background: bool
+) -> Packed:
+    """Do what `pack` does in a process of its own; here, where that fails.
+
+    Args:
+        seconds: after which it is ended.
+        in_background: let others go first.
+
+    Raises:
+        TimeoutError: it took too long.
+        OSError: as `pack`.
+    """
+    try:
+        done = _run_aside("pack", trace, folder, seconds=seconds, in_background=in_background)
+        return Packed(*json.loads(done.stdout))
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"packing the trace took longer than {max(seconds, 0):.0f} s") from error
+    except (OSError, ValueError):
+        return pack(trace, folder)
+
+
+def draw(trace: str, folder: str, *, seconds: float, in_background: bool = False) -> dict[str, str]:
     """Draw the report and the picture of a trace into the folder, in a process of its own.
 
     Args:
         seconds: after which it is ended.
+        in_background: let others go first.
 
     Returns:
         By name, why a file is not there; empty if both are.
     """
     both = (REPORT, PICTURE)
-    if seconds <= 0:
-        return dict.fromkeys(both, "out of time")
-    if not sys.executable:
-        return dict.fromkeys(both, "there is no Python to draw with")
-    command = [sys.executable, "-m", "rl_staleness.artifacts", trace, os.path.abspath(folder)]
-    own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        process = subprocess.run(
-            command,
-            env=own,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
-        )
+        done = _run_aside("draw", trace, folder, seconds=seconds, in_background=in_background)
+        lacking = cast(dict[str, str], json.loads(done.stdout))
     except subprocess.TimeoutExpired:
-        lacking = dict.fromkeys(both, f"drawing took longer than {seconds:.0f} s")
+        lacking = dict.fromkeys(both, f"drawing took longer than {max(seconds, 0):.0f} s")
+    except ValueError:  # it died, and what it printed is no JSON
+        lacking = dict.fromkeys(both, "the drawing process died")
     except OSError as error:
         lacking = dict.fromkeys(both, reason(error))
-    else:
-        lacking = _answer(process)
     return {name: why for name, why in lacking.items() if not _is_file(folder, name)}
 
 
-def _answer(process: subprocess.CompletedProcess[bytes]) -> dict[str, str]:
-    """What the drawing process says that it could not do."""
-    try:
-        return cast(dict[str, str], json.loads(process.stdout))
-    except ValueError:  # it died, and what it printed is no JSON
-        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        why = f"drawing ended with status {process.returncode}: {last}"[:LONGEST_REASON]
-        return dict.fromkeys((REPORT, PICTURE), why)
+def _run_aside(
+    what: str, trace: str | os.PathLike[str], folder: str, *, seconds: float, in_background: bool
+) -> subprocess.CompletedProcess[bytes]:
+    if not sys.executable:
+        raise FileNotFoundError("there is no Python to start")
+    paths = [os.path.abspath(trace), os.path.abspath(folder)]
+    niceness = "10" if in_background else "0"
+    return subprocess.run(
+        [sys.executable, "-m", "rl_staleness.artifacts", what, *paths, niceness],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=max(seconds, 0.0),
+        check=False,
+    )
 
 
 def reason(error: BaseException) -> str:
@@ -123,8 +141,14 @@ def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
-def _main(trace: str, folder: str) -> None:
-    """Draw here, each file for itself, the trace read once; the drawing library comes late."""
+def _main(what: str, trace: str, folder: str, niceness: str) -> None:
+    os.nice(int(niceness))
+    answer = pack(trace, folder) if what == "pack" else _draw_here(trace, folder)
+    sys.stdout.write(json.dumps(answer))
+
+
+def _draw_here(trace: str, folder: str) -> dict[str, str]:
+    """Draw each file for itself, the trace read once; what is not there, and why."""
     from rl_staleness import page, plot, report, view
 
     makers: dict[str, Callable[[], bytes]] = {
@@ -147,7 +171,7 @@ def _main(trace: str, folder: str) -> None:
             lacking[name] = str(error)
         except Exception as error:  # noqa: BLE001  # one that fails does not keep the other away
             lacking[name] = reason(error)
-    sys.stdout.write(json.dumps(lacking))
+    return lacking
 
 
 def _write(path: str, content: bytes) -> None:

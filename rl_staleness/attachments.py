@@ -12,15 +12,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypedDict, TypeVar
 
 from rl_staleness.artifacts import reason
 
-__all__ = ["Attach", "Attachments", "Job"]
+__all__ = ["Attach", "Attachments", "Job", "Limits"]
 
 _log = logging.getLogger(__name__)
 
 Where = TypeVar("Where")
+
+
+class Limits(TypedDict):
+    """Of making files."""
+
+    seconds: float
+    in_background: bool
 
 
 class Job(NamedTuple, Generic[Where]):
@@ -32,6 +39,11 @@ class Job(NamedTuple, Generic[Where]):
     """Nothing comes after it."""
     deadline: float
     """Monotonic time; what is not drawn by then is left out."""
+
+    @property
+    def limits(self) -> Limits:
+        """For whatever makes its files, now."""
+        return {"seconds": self.deadline - time.monotonic(), "in_background": not self.final}
 
 
 Attach = Callable[[Job[Where]], dict[str, str]]

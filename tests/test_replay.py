@@ -600,3 +600,11 @@ def test_wandb_runs_are_compared(trace: str, stub: Any) -> None:
     assert {key for key, value in by_rows[0].items() if value == "-"} == unknown
     same = by_rows[0].keys() - unknown - {"violations"}
     assert {k: by_rows[0][k] for k in same} == {k: by_trace[0][k] for k in same}
+
+
+def test_wandb_the_trace_that_is_attached_to_a_run_is_compared(trace: str, stub: Any) -> None:
+    """It says more than the rows."""
+    stub.history["r"] = {0: {"_step": 0, "loss": 1.0}}
+    stub.file = gzip.compress(Path(trace).read_bytes())
+    expected, fetched = table(said("compare", trace, "e/p/r", **at(stub)))
+    assert fetched == expected

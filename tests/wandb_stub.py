@@ -6,7 +6,9 @@ again at the same port, with its memory.
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import re
 import threading
@@ -27,6 +29,8 @@ class StubServer:
         self.artifacts: list[dict[str, Any]] = []
         self.configs: dict[str, str] = {}
         """By run, as JSON."""
+        self.file: bytes | None = None
+        """The packed trace of the artifact that runs have; None: they have none."""
         self.states: dict[str, str] = {}
         """By run, where it is not finished."""
         self.refuse: int | None = None
@@ -95,6 +99,42 @@ class StubServer:
             **empty,
         }
 
+    def node(self) -> dict[str, Any]:
+        """An artifact of a run as the public API shows it."""
+        entity = {"id": "e", "name": "e"}
+        project = {"id": "p", "internalId": "p", "name": "p", "entity": entity}
+        kind = {"id": "t", "name": "staleness-trace", "project": project}
+        sequence = {"__typename": "ArtifactSequence", "name": "staleness-trace", "project": project}
+        return {
+            "id": "a",
+            "artifactSequence": sequence,
+            "artifactType": kind,
+            "versionIndex": 0,
+            "state": "COMMITTED",
+            "metadata": "{}",
+            "ttlDurationSeconds": -2,
+            "ttlIsInherited": True,
+            "tags": [],
+            "size": 1,
+            "digest": "d",
+            "fileCount": 1,
+            "createdAt": "2026-01-01T00:00:00Z",
+            **dict.fromkeys(("description", "historyStep", "commitHash", "updatedAt")),
+        }
+
+    def content(self, path: str) -> bytes | None:
+        """What is to be had at an address: the file of the artifact, and what says so."""
+        if self.file and path.startswith("/artifactsV2/"):
+            return self.file
+        if not self.file or path != "/manifest":
+            return None
+        digest = base64.b64encode(hashlib.md5(self.file).digest()).decode()
+        entry = {"digest": digest, "birthArtifactID": "a", "size": len(self.file)}
+        policy = {"storagePolicy": "wandb-storage-policy-v1"}
+        config = {"storagePolicyConfig": {"storageLayout": "V2"}}
+        contents = {"contents": {"rollout_trace.jsonl.gz": entry}}
+        return json.dumps({"version": 1, **policy, **config, **contents}).encode()
+
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL answer."""
         self.operations.append(operation)
@@ -149,8 +189,12 @@ class StubServer:
                 ]
                 return {"project": {"run": {"history": page}}}
             case "RunOutputArtifacts":
-                page = {"pageInfo": {"endCursor": None, "hasNextPage": False}, "edges": []}
-                return {"project": {"run": {"artifacts": {"totalCount": 0, **page}}}}
+                edges = [{"cursor": "c", "node": self.node()}] if self.file else []
+                page = {"pageInfo": {"endCursor": None, "hasNextPage": False}, "edges": edges}
+                return {"project": {"run": {"artifacts": {"totalCount": len(edges), **page}}}}
+            case "FetchArtifactManifest":
+                file = {"directUrl": f"{self.url}/manifest"}
+                return {"artifact": {"currentManifest": {"file": file}}}
             case "CreateRunFiles":
                 return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
             case "NotifyScriptableRunAlert":
@@ -190,7 +234,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_POST
 
     def do_GET(self) -> None:
-        self.reply({})
+        content = self.server_stub.content(self.path)
+        if content is None:
+            self.reply({})
+        else:
+            self.send(content, 200)
 
     def take_rows(self, run: str, stream: dict[str, Any]) -> None:
         chunk = (stream.get("files") or {}).get("wandb-history.jsonl")
@@ -201,7 +249,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server_stub.received.append((run, kept[place]))
 
     def reply(self, value: object, status: int = 200) -> None:
-        body = json.dumps(value).encode()
+        self.send(json.dumps(value).encode(), status)
+
+    def send(self, body: bytes, status: int) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
