@@ -36,7 +36,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -189,7 +189,7 @@ class _Place(list[Any]):
         return 0
 
 
-_submitted: ContextVar[tuple[_Running, ...]] = ContextVar("rl_staleness_vllm", default=())
+_submitted: ContextVar[Sequence[_Running]] = ContextVar("rl_staleness_vllm", default=())
 """The calls of the request that this task is just submitting, in the order of their indices."""
 
 
@@ -523,10 +523,11 @@ class VllmEngine:
     def _count(self, refit: int, kv: Literal["kept", "recomputed"] | None, *, exact: bool) -> Cut:
         """Count the calls that had begun before the pause, and that the refit can move on."""
         begin = time.perf_counter()
-        counts = {name: len(output) for name, output in self._outputs.items()}
-        for name in [name for name, count in counts.items() if not count]:
-            if (self._running[name].after or 0) >= refit:
-                del counts[name]
+        counts = dict(zip(self._outputs, map(len, self._outputs.values()), strict=True))
+        if 0 in counts.values():
+            for name in [name for name, count in counts.items() if not count]:
+                if (self._running[name].after or 0) >= refit:
+                    del counts[name]
         spent = time.perf_counter() - begin
         return Cut(calls=counts, exact=exact, kv=kv, snapshot_seconds=spent)
 
@@ -715,9 +716,12 @@ class VllmEngine:
         @wraps(original)
         def add_request(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            submitted: tuple[_Running, ...] = _submitted.get()
+            submitted = _submitted.get()
             if submitted:
-                self._guarded(self._link, _argument(args, kwargs, 0, "request"), submitted)
+                try:
+                    self._link(args[0] if args else kwargs["request"], submitted)
+                except Exception as error:  # noqa: BLE001  # see `_guarded`
+                    self._complain_of(error)
             return result
 
         return add_request
@@ -726,10 +730,13 @@ class VllmEngine:
         @wraps(original)
         def finish_request(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            state = _argument(args, kwargs, 0, "req_state")
-            running = self._by_request.get(getattr(state, "request_id", ""))
-            if running is not None:
-                self._guarded(self._end, running)
+            try:
+                state = args[0] if args else kwargs["req_state"]
+                running = self._by_request.get(state.request_id)
+                if running is not None:
+                    self._end(running)
+            except Exception as error:  # noqa: BLE001  # see `_guarded`
+                self._complain_of(error)
             return result
 
         return finish_request
@@ -737,29 +744,35 @@ class VllmEngine:
     def _capturing(self, original: Any) -> Any:
         """Make of ``add_request`` one that makes the calls of what it submits."""
 
-        @contextlib.contextmanager
-        def submission(*args: Any, **kwargs: Any) -> Generator[None]:
-            begun: tuple[_Running, ...] = tuple(self._guarded(self._begin, *args, **kwargs) or ())
-            token = _submitted.set(begun)
+        def begin(args: Any, kwargs: Any) -> list[_Running]:
+            begun: list[_Running] = []
+            if capturing() is not None:
+                begun = self._guarded(self._begin, *args, **kwargs) or begun
+            if begun or _submitted.get():
+                # It is left as it is afterwards: input that streams is submitted by tasks of its
+                # own, and whatever this task submits next sets it anew.
+                _submitted.set(begun)
+            return begun
+
+        @wraps(original)
+        async def add_request(*args: Any, **kwargs: Any) -> Any:
+            begun = begin(args, kwargs)
             try:
-                yield
+                return await original(*args, **kwargs)
             except BaseException:
                 for running in begun:
                     self._guarded(self._end, running)
                 raise
-            finally:
-                with contextlib.suppress(ValueError):  # it was closed in another task's context
-                    _submitted.reset(token)
-
-        @wraps(original)
-        async def add_request(*args: Any, **kwargs: Any) -> Any:
-            with submission(*args, **kwargs):
-                return await original(*args, **kwargs)
 
         @wraps(original)
         def add_request_blocking(*args: Any, **kwargs: Any) -> Any:
-            with submission(*args, **kwargs):
+            begun = begin(args, kwargs)
+            try:
                 return original(*args, **kwargs)
+            except BaseException:
+                for running in begun:
+                    self._guarded(self._end, running)
+                raise
 
         return add_request_blocking if self._blocks else add_request
 
@@ -828,9 +841,12 @@ class VllmEngine:
         """Keep what goes wrong here from vLLM, and from who called it."""
         try:
             return work(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # the one guard of this file
-            self._complain(f"{type(error).__name__}: what it says of calls is incomplete", error)
+        except Exception as error:  # noqa: BLE001  # the guard of this file
+            self._complain_of(error)
             return None
+
+    def _complain_of(self, error: Exception) -> None:
+        self._complain(f"{type(error).__name__}: what it says of calls is incomplete", error)
 
     def _complain(self, what: str, error: BaseException | None = None) -> None:
         """Log, the first time."""

@@ -132,6 +132,7 @@ class StalenessCallback:
         for name, seconds in (("timeout", timeout), ("close_timeout", close_timeout)):
             if not seconds >= 0:
                 raise ValueError(f"{name}: {seconds!r} is no time; pass seconds, not negative")
+        self._timeout = timeout
         self._close_timeout = close_timeout
         self._sinks = list(sinks or ())
         self._new_sinks = list(self._sinks)
@@ -195,12 +196,14 @@ class StalenessCallback:
     def age(self, group: Group | str) -> StepStaleness:
         """How old a waiting group is: what a step that trained it alone now would report."""
         self._ensure_started(closed_too=True)
+        self._pauses.settle(self._timeout)
         with self._recorder.lock:
             return self._recorder.ledger.age([_name(group)])
 
     def spans(self, call: LiveCall | Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far."""
         self._ensure_started(closed_too=True)
+        self._pauses.settle(self._timeout)
         with self._recorder.lock:
             record = written(call, masks={}, policy_version=self.version)
             return self._recorder.ledger.spans(record)
@@ -440,6 +443,8 @@ class StalenessCallback:
             return
         with self._guard("close"):
             self._ensure_started()
+            self._pauses.settle(self._timeout)
+            self._pauses.close()
             self._record(RunFinished(time=self._clock(), status=status))
         self._closed = True
         for name, engine in self._pauses.engines.items():
@@ -516,6 +521,7 @@ class StalenessCallback:
             self._ensure_started()
             if isinstance(told, Exception):
                 raise told
+            self._pauses.settle(self._timeout)
             return self._record(msgspec.structs.replace(told, step=number, version=updated))
         except Exception:
             self._recorder.skip_step()

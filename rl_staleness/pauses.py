@@ -7,10 +7,11 @@ costs the coverage of its own calls, nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,8 @@ class _Pause:
     labelled: Future[None] | None = None
     """Done once the engine knows that the refit is done."""
     cut_due: bool = True
+    marking: bool = True
+    """The hook itself is at work: what the engine says meanwhile is written there."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -91,6 +94,8 @@ class Pauses:
         self._last_noticed: dict[str, int] = {}
         self._stuck: dict[str, set[int]] = {}
         self._unlabelled: dict[str, set[int]] = {}
+        self._clerk: ThreadPoolExecutor | None = None
+        self._writing: list[Future[None]] = []
 
     def attach(self, engine: Engine) -> None:
         """Take an engine in.
@@ -141,6 +146,7 @@ class Pauses:
                 )
                 answers.append(_told(name, "pause", mark))
                 pause.noticed = answers[-1].noticed
+            pause.marking = False
         for name in self._chosen(names):
             if cuts is not None and name in cuts:
                 self._deliver(name, self._paused[name], Cut(calls=cuts[name]))
@@ -246,7 +252,26 @@ class Pauses:
             pause.cut_due = False
         if cut is None:
             self.without_cut += 1
-            return
+        elif pause.marking or not _on_a_loop():
+            self._write(name, pause, cut)
+        else:
+            # An engine counts on its own loop, where nothing is written: it generates there.
+            if self._clerk is None:
+                self._clerk = ThreadPoolExecutor(1, thread_name_prefix="rl_staleness-cuts")
+            self._writing.append(self._clerk.submit(self._write, name, pause, cut))
+
+    def settle(self, timeout: float) -> None:
+        """Wait until what engines have delivered is written, for so many seconds at most."""
+        if self._writing:
+            for written in wait(list(self._writing), timeout).done:
+                self._writing.remove(written)
+
+    def close(self) -> None:
+        """Let the thread that writes end; a second time does nothing."""
+        if self._clerk is not None:
+            self._clerk.shutdown(wait=False)
+
+    def _write(self, name: str, pause: _Pause, cut: Cut) -> None:
         with self._guard(f"writing what engine {name!r} counted"):
             self._record(
                 RefitCut(
@@ -288,6 +313,14 @@ def _told(engine: str, what: str, tell: Callable[[], object]) -> Answer:
         failed: Future[None] = Future()
         failed.set_exception(error)
         return Answer(engine, what, failed)
+
+
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _succeeded(future: Future[None]) -> bool:
