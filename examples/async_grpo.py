@@ -295,11 +295,11 @@ def draw(trace: str, report: Path) -> None:
 def main() -> int:
     options = parse()
     kind = "sync" if options.sync else f"max-staleness-{options.max_staleness}"
-    name = datetime.now().strftime(f"{kind}-%Y%m%d-%H%M%S")
+    name = datetime.now().strftime(f"{kind}-%Y%m%d-%H%M%S")  # a run of its own, in the trace too
     options.output.mkdir(parents=True, exist_ok=True)
     print(f"starting Ray and {options.engines} vLLM engines on the CPU: a minute or less ...")
     with (
-        active_runs(options.output.resolve(), name=name, options=vars(options)) as runs,
+        active_runs(options.output.resolve(), name=kind, options=vars(options)) as runs,
         tempfile.TemporaryDirectory(prefix="async-grpo-") as folder,
     ):
         trace = options.output / "rollout_trace.jsonl"

@@ -69,7 +69,7 @@ p {{ margin: 2px 0 6px; }}
 .small {{ font-size: 12.5px; color: #4a5159; max-width: 95em; overflow-wrap: anywhere; }}
 .warning {{ border-left: 4px solid {DROPPED}; padding-left: 8px; }}
 .tiles {{ display: flex; flex-wrap: wrap; gap: 8px; margin: 8px 0 0; }}
-.tiles div {{ flex: 1 1 128px; border: 1px solid #d5d9de; border-radius: 6px; padding: 5px 10px; }}
+.tiles div {{ flex: 1 1 auto; border: 1px solid #d5d9de; border-radius: 6px; padding: 5px 10px; }}
 .tiles dt {{ font-size: 12px; color: #4a5159; }}
 .tiles dd {{ margin: 0; font-size: 18px; font-variant-numeric: tabular-nums; }}
 .tiles dd small {{ font-size: 12px; color: #4a5159; }}

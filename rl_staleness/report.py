@@ -141,7 +141,7 @@ def _tiles(view: RunView) -> list[tuple[str, str]]:
     if whole.num_incomplete:
         coverage += f" <small>not known at {plural(whole.num_incomplete, 'step')}</small>"
     return [
-        ("batch age, mean (first → last)", age),
+        ("batch age (first → last)", age),
         ("in flight + in queue", f"{parts} <small>updates</small>"),
         ("p50 / p95 of token age", f"{middle} <small>updates, oldest {largest}</small>"),
         ("coverage", coverage),

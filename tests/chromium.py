@@ -273,6 +273,10 @@ class Page:
             }})()"""
         )
 
+    def turn(self, x: float, y: float, *, by: float) -> None:
+        """Turn the mouse wheel at a place, by so many pixels."""
+        self.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by)
+
     def settle(self) -> None:
         """Wait until the window looks the same twice, half a second apart."""
         before, now = b"", self.picture()

@@ -34,15 +34,15 @@ class Pages:
     """Its id, and those of the runs."""
     runs: Sequence[str]
 
-    def charts(self, wanted: Sequence[str]) -> Page:
-        """The chart view, searched for the charts of some keys until all of these are drawn."""
+    def charts(self, section: str, names: Sequence[str]) -> Page:
+        """The chart view, searched for some charts of a section until all of them are drawn."""
         page = self._open(f"experiments/{self.experiment}/runs?compareRunsMode=CHART")
         page.click("document.querySelector('input[placeholder=\"Search metric charts\"]')")
-        page.write("|".join(f"{key}$" for key in wanted))
+        page.write(f"{section}/({'|'.join(names)})$")
         page.wait(
-            f"{CARDS}.length === {len(wanted)} && {CARDS}.every(card => "
+            f"{CARDS}.length === {len(names)} && {CARDS}.every(card => "
             f"card.querySelectorAll('.scatterlayer path.js-line').length >= {len(self.runs)})",
-            what=f"{len(wanted)} charts of {len(self.runs)} lines",
+            what=f"{len(names)} charts of {len(self.runs)} lines",
         )
         return page
 
@@ -85,19 +85,25 @@ class Pages:
         size = len(self.runs)
         return {key: values[at * size : (at + 1) * size] for at, key in enumerate(keys)}
 
-    def scroll_to(self, page: Page, key: str) -> None:
-        """Scroll the table of metrics of the compare page so that a key is in it."""
-        page.wait(
+    def turn_to(self, page: Page, key: str) -> None:
+        """Turn the mouse wheel over the metrics of the compare page until a key is among them."""
+        place = page.wait(
             f"""(() => {{
                 const grids = [...document.querySelectorAll(".ReactVirtualized__Grid")];
-                const keys = grids.find(grid => grid.innerText.includes("{key}"));
-                const values = grids[grids.indexOf(keys) + 1];
-                const cells = [...keys.firstChild.children];
+                const at = grids.findIndex(grid => grid.innerText.includes("{key}"));
+                if (at < 0) return null;
+                grids[at].scrollIntoView({{block: "start"}});
+                const cells = [...grids[at].firstChild.children];
                 const cell = cells.find(cell => cell.innerText.trim() === "{key}");
-                values.scrollTop = cell.offsetTop - 3 * cell.offsetHeight;
-                keys.scrollIntoView({{block: "start"}});
-                return true;
+                const box = grids[at + 1].getBoundingClientRect();
+                return [box.x + 99, box.y + 99, cell.offsetTop - 2 * cell.offsetHeight];
             }})()"""
+        )
+        page.turn(place[0], place[1], by=place[2])
+        page.wait(
+            f"""[...document.querySelectorAll(".ReactVirtualized__Grid")].some(grid =>
+                grid.innerText.includes("{key}") && grid.scrollTop > {place[2] - 100})""",
+            what=f"{key} in the window",
         )
 
     def report(self, run: str) -> Page:

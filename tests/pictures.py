@@ -1,6 +1,7 @@
 """Makes the README's pictures: two real runs of the demo, looked at in a real browser.
 
-make pictures                             (a few minutes; needs Chromium)
+`make pictures` takes a few minutes and needs Chromium. `python -m tests.pictures FOLDER` draws two
+runs that the demo has left in a folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ COLOURS = 128
 """Of a picture, so that it is small."""
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    if arguments:
+        draw(Path(arguments[0]))
+        return 0
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
         demo = Path(folder) / "demo"
         for most in (4, 1):
@@ -39,18 +43,23 @@ def main() -> int:
             command = [sys.executable, "examples/async_grpo.py", "--output", str(demo)]
             command += ["--max-staleness", str(most)]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        PICTURES.mkdir(exist_ok=True)
-        trace = demo / "rollout_trace.jsonl"
-        save("plot", plot(trace))
-        with browser() as chromium:
-            save("report", report_page(chromium, trace))
-            server = Server(demo)  # of the database that the demo has made
-            server.start()
-            try:
-                save_mlflow(chromium, server.uri)
-            finally:
-                server.kill()
+        draw(demo)
     return 0
+
+
+def draw(demo: Path) -> None:
+    """Make all pictures of what the demo has left in a folder."""
+    PICTURES.mkdir(exist_ok=True)
+    trace = demo / "rollout_trace.jsonl"
+    save("plot", plot(trace))
+    with browser() as chromium:
+        save("report", report_page(chromium, trace))
+        server = Server(demo)  # of the database that the demo has made
+        server.start()
+        try:
+            save_mlflow(chromium, server.uri)
+        finally:
+            server.kill()
 
 
 def report_page(chromium: Browser, trace: Path) -> bytes:
@@ -62,7 +71,7 @@ def report_page(chromium: Browser, trace: Path) -> bytes:
     page.wait("document.documentElement.dataset.drawn")
     page.wait("document.querySelector('#age .main-svg').clientWidth < 1200")
     end = "document.querySelector('#versions').getBoundingClientRect().bottom"
-    return page.picture(height=round(page.value(end)))
+    return page.picture(height=round(page.value(end)) + 8)
 
 
 def save_mlflow(chromium: Browser, server: str) -> None:
@@ -71,14 +80,14 @@ def save_mlflow(chromium: Browser, server: str) -> None:
     experiment = client.get_experiment_by_name("async-grpo").experiment_id
     runs = client.search_runs([experiment], order_by=["attributes.start_time"])
     pages = Pages(chromium, server, experiment, [run.info.run_id for run in runs])
-    charts = pages.charts([f"staleness/{name}" for name in CHARTS])
+    charts = pages.charts("staleness", CHARTS)
     charts.click(
         "document.querySelector('[data-component-id=\"mlflow_header.toggle_sidebar_button\"]')"
     )
     charts.settle()
     save("mlflow_charts", charts.picture())
     comparison = pages.comparison()
-    pages.scroll_to(comparison, "staleness/run_mean")
+    pages.turn_to(comparison, "staleness/run_mean")
     comparison.settle()
     save("mlflow_compare", comparison.picture())
 
@@ -93,4 +102,4 @@ def save(name: str, png: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

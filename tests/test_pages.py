@@ -190,7 +190,7 @@ def test_the_chart_view_draws_both_runs(runs: Any) -> None:
     """A chart a number, a line a run, a point a step: the numbers of the traces."""
     pages, traces = runs
     names = ["batch_age", "age_in_queue", "coverage"]
-    page = pages.charts([f"staleness/{name}" for name in names])
+    page = pages.charts("staleness", names)
     expected = {
         f"staleness/{name}": {
             trace.parent.name: [(s.step, getattr(s, name)) for s in steps(trace)]
