@@ -622,9 +622,10 @@ class VllmEngine:
             running.labelled = False
 
     def _note_label(self, _: object, *args: Any, **kwargs: Any) -> None:
-        """The trainer labels the weights; that label stays if it comes within a refit."""
+        """The trainer labels the weights; that label stays if it comes before the run starts, or
+        within a refit."""
         (label,) = (*args, *kwargs.values())
-        if self._open:
+        if self._open or not self._started:
             self._labels.of_trainer = label
         else:
             self._labels.learn(label, None)

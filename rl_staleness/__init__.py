@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_staleness.callback import Group, StalenessCallback
+    from rl_staleness.callback import StalenessCallback
     from rl_staleness.engines import captured
     from rl_staleness.events import Call, TraceError
+    from rl_staleness.group import Group
     from rl_staleness.ledger import Ledger
     from rl_staleness.staleness import StepStaleness
     from rl_staleness.trace import read, steps
@@ -30,7 +31,7 @@ __all__ = [
 
 _HOME = {
     "Call": "events",
-    "Group": "callback",
+    "Group": "group",
     "Ledger": "ledger",
     "StalenessCallback": "callback",
     "StepStaleness": "staleness",

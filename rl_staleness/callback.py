@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_staleness.engines import Capture, Engine, LiveCall, captured
+from rl_staleness.engines import Engine, LiveCall, captured
 from rl_staleness.events import (
     SCHEMA,
     Call,
@@ -46,38 +46,20 @@ from rl_staleness.events import (
     decode,
     encode,
 )
+from rl_staleness.group import Group, name_of, names_of
 from rl_staleness.guard import Guard
+from rl_staleness.limits import Limits
 from rl_staleness.pauses import Answer, Cuts, Pauses
 from rl_staleness.publication import Content, Masks, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
+from rl_staleness.refit import Refit, engine_names
 from rl_staleness.sinks import Sink, StepObserver, active_sinks
 from rl_staleness.staleness import StepStaleness
 
 __all__ = ["Group", "StalenessCallback"]
 
 _log = logging.getLogger(__name__)
-
-
-class Group:
-    """What is published, trained or dropped as one; its calls gather while it is open."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.capture = Capture()
-        self._records: list[Call] = []
-
-    @property
-    def calls(self) -> list[LiveCall | Call]:
-        """Its calls: those captured in this process, then those added."""
-        return [*self.capture.calls, *self._records]
-
-    def add(self, records: Iterable[Call]) -> None:
-        """Add calls that were captured in another process."""
-        self._records.extend(records)
-
-    def __repr__(self) -> str:
-        return f"Group({self.name!r}, {len(self.calls)} calls)"
 
 
 class StalenessCallback:
@@ -94,6 +76,8 @@ class StalenessCallback:
             and MLflow runs that are active, looked for at each step until there is one.
         timeout: seconds that a refit waits for an engine to take notice.
         close_timeout: seconds that each sink has at `close` to send what is left.
+        warn_age_above: log a warning when a step's batch age rises above so many updates.
+        warn_coverage_below: log one when the coverage falls below this share.
         strict: let hooks raise.
         late_masks: loss masks become known at `on_step` (``trained=``); every call is then
             written one by one.
@@ -118,6 +102,8 @@ class StalenessCallback:
         sinks: Iterable[Sink | StepObserver] | None = None,
         timeout: float = 5.0,
         close_timeout: float = 30.0,
+        warn_age_above: float | None = None,
+        warn_coverage_below: float | None = None,
         strict: bool = False,
         late_masks: bool = False,
         orphan_after: int = 64,
@@ -130,13 +116,20 @@ class StalenessCallback:
                     f"{name}: {number!r} is no count; pass a whole number, not negative"
                 )
         for name, seconds in (("timeout", timeout), ("close_timeout", close_timeout)):
-            if not seconds >= 0:
+            if type(seconds) not in (int, float) or not seconds >= 0:
                 raise ValueError(f"{name}: {seconds!r} is no time; pass seconds, not negative")
+        self._limits = Limits(age_above=warn_age_above, coverage_below=warn_coverage_below)
         self._timeout = timeout
         self._close_timeout = close_timeout
         self._sinks = list(sinks or ())
+        for sink in self._sinks:
+            if not (isinstance(sink, Sink) or callable(sink)):
+                raise ValueError(
+                    f"sinks: {sink!r} is none; it needs log and close, or to be called"
+                )
         self._new_sinks = list(self._sinks)
         self._active: dict[str, Sink] | None = {} if sinks is None else None
+        self._is_alone = False
         self._guard = Guard(strict=strict, timeout=timeout)
         self._late_masks = late_masks
         self._clock = clock
@@ -162,6 +155,7 @@ class StalenessCallback:
         self._version, self._step = self._start.version, self._start.step
         self._step_lock = threading.RLock()  # sinks hear of steps in their order
         self._started = self._closed = False
+        self._told: list[Answer] = []
         self._names = itertools.count(1)
         self._pauses = Pauses(
             self._record,
@@ -198,7 +192,7 @@ class StalenessCallback:
         self._ensure_started(closed_too=True)
         self._pauses.settle(self._timeout)
         with self._recorder.lock:
-            return self._recorder.ledger.age([_name(group)])
+            return self._recorder.ledger.age([name_of(group)])
 
     def spans(self, call: LiveCall | Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far."""
@@ -229,6 +223,22 @@ class StalenessCallback:
             raise ValueError("engines: the run has started; attach them before the first hook")
         for engine in engines:
             self._pauses.attach(engine)
+
+    def start(self) -> None:
+        """The run starts: label the engines' weights, and wait until they know.
+
+        By itself that happens at the first hook, which waits for nobody: what an engine in another
+        process begins until it has heard is not known as well as what comes after.
+        """
+        with self._guard("start"):
+            self._ensure_started()
+            self._guard.wait(self._told)
+
+    async def astart(self) -> None:
+        """Like `start`, without blocking the loop."""
+        with self._guard("start"):
+            self._ensure_started()
+            await self._guard.wait_async(self._told)
 
     @contextmanager
     def group(self, name: str | None = None) -> Generator[Group]:
@@ -264,12 +274,12 @@ class StalenessCallback:
             with self._recorder.lock:
                 content = self._content(group, calls, trained, sum_up=not restored)
                 if not (content.calls or content.tokens or unknown):
-                    empty = ValueError(f"group {_name(group)!r} has no call and no token")
+                    empty = ValueError(f"group {name_of(group)!r} has no call and no token")
                     self._guard.note("on_publish finding a call in its group", empty)
                 self._record(
                     GroupPublished(
                         time=self._clock(),
-                        group=_name(group),
+                        group=name_of(group),
                         tokens=content.tokens,
                         calls=content.calls,
                         unknown=unknown or None,
@@ -291,12 +301,12 @@ class StalenessCallback:
             calls = None if calls is None else list(calls)
             with self._recorder.lock:
                 content = Content({}, ())
-                if not self._recorder.ledger.is_waiting(_name(group)):
+                if not self._recorder.ledger.is_waiting(name_of(group)):
                     content = self._content(group, calls, None)
                 self._record(
                     GroupDropped(
                         time=self._clock(),
-                        group=_name(group),
+                        group=name_of(group),
                         reason=reason,
                         tokens=content.tokens,
                         calls=content.calls,
@@ -329,13 +339,13 @@ class StalenessCallback:
         told: StepTrained | Exception
         made = updates if type(updates) is int and updates >= 0 else 1
         try:  # read what may be a generator before anything is locked
-            split = None if batches is None else tuple(_names(batch) for batch in batches)
+            split = None if batches is None else tuple(names_of(batch) for batch in batches)
             made = made if split is None else len(split)
             told = StepTrained(
                 time=self._clock(),
                 step=0,
                 version=0,
-                groups=None if groups is None and split is not None else _names(groups),
+                groups=None if groups is None and split is not None else names_of(groups),
                 updates=updates,
                 batches=split,
                 trained={
@@ -343,7 +353,7 @@ class StalenessCallback:
                     for group, masks in (trained or {}).items()
                 }
                 or None,
-                kept=_names(kept) or None,
+                kept=names_of(kept) or None,
             )
         except Exception as error:  # noqa: BLE001  # raised below, where the step is counted
             told = error
@@ -394,7 +404,7 @@ class StalenessCallback:
         """The weights are in; fires before generation resumes."""
         with self._guard("on_refit_done"):
             self._ensure_started()
-            names = _engine_names(engines)
+            names = engine_names(engines)
             try:
                 self._guard.wait(self._pauses.moved(names, version=version))
             finally:
@@ -406,7 +416,7 @@ class StalenessCallback:
         """Like `on_refit_done`, without blocking the loop."""
         with self._guard("on_refit_done"):
             self._ensure_started()
-            names = _engine_names(engines)
+            names = engine_names(engines)
             try:
                 await self._guard.wait_async(self._pauses.moved(names, version=version))
             finally:  # also where it is cancelled: the weights are in
@@ -416,13 +426,13 @@ class StalenessCallback:
         """The refit failed, the engines keep their weights; fires before generation resumes."""
         with self._guard("on_refit_aborted"):
             self._ensure_started()
-            self._guard.wait(self._pauses.abort(_engine_names(engines), reason=reason))
+            self._guard.wait(self._pauses.abort(engine_names(engines), reason=reason))
 
     async def aon_refit_aborted(self, *, reason: str, engines: Iterable[str] | None = None) -> None:
         """Like `on_refit_aborted`, without blocking the loop."""
         with self._guard("on_refit_aborted"):
             self._ensure_started()
-            await self._guard.wait_async(self._pauses.abort(_engine_names(engines), reason=reason))
+            await self._guard.wait_async(self._pauses.abort(engine_names(engines), reason=reason))
 
     def refit(
         self,
@@ -434,6 +444,16 @@ class StalenessCallback:
     ) -> Refit:
         """Bracket the move of the weights: cuts, then done, or aborted when the block raises."""
         return Refit(self, version=version, engines=engines, mode=mode, kv=kv)
+
+    def on_checkpoint(self) -> None:
+        """The trainer saved its state: attach the trace so far to the runs. Waits for nothing."""
+        with self._guard("on_checkpoint"):
+            self._ensure_started()
+            for sink in self._sinks:
+                attach = getattr(sink, "attach", None)
+                if attach is not None and self.trace is not None:
+                    with self._guard(_title(sink)):
+                        attach(self.trace)
 
     # The end.
 
@@ -502,9 +522,9 @@ class StalenessCallback:
             run = self._recorder.ledger.run
             if run is None or run.incarnation != self._start.incarnation:
                 raise OSError(f"trace: {self.trace}: its first line could not be written")
-            told = self._pauses.start(version)
+            self._told = self._pauses.start(version)
             self._started = True
-        self._guard.watch(told)
+        self._guard.watch(self._told)
 
     def _record(self, event: Event) -> StepStaleness | None:
         if self._closed or not self._started:
@@ -542,7 +562,7 @@ class StalenessCallback:
         if kv not in (None, "kept", "recomputed") or type(mode) is not str:
             raise ValueError(f"mode, kv: {mode!r}, {kv!r}; kv is 'kept', 'recomputed' or None")
         return self._pauses.begin(
-            _engine_names(engines),
+            engine_names(engines),
             version=self.version if version is None else version,
             mode=mode,
             kv=kv,
@@ -563,11 +583,11 @@ class StalenessCallback:
             members = list({id(call): call for call in (*calls, *members)}.values())
         running = [c.call for c in members if isinstance(c, LiveCall) and not c.ended]
         if running:
-            detail = f"group {_name(group)!r}: {len(running)} calls were still running"
+            detail = f"group {name_of(group)!r}: {len(running)} calls were still running"
             self._record(ViolationFound(time=self._clock(), name="calls_running", detail=detail))
         astray = trained.keys() - {call.call for call in members} if trained else ()
         for name in sorted(astray):
-            detail = f"call {name!r} of group {_name(group)!r} is not among its calls"
+            detail = f"call {name!r} of group {name_of(group)!r} is not among its calls"
             self._record(
                 ViolationFound(time=self._clock(), name="mask_of_unknown_call", detail=detail)
             )
@@ -599,6 +619,13 @@ class StalenessCallback:
                 active[library] = sink
                 self._sinks.append(sink)
                 self._new_sinks.append(sink)
+            if not (active or self._is_alone):
+                self._is_alone = True
+                _log.warning(
+                    "rl_staleness: no W&B or MLflow run is active here: the numbers go to %s alone;"
+                    " for charts, start a run before, or pass sinks=",
+                    self.trace or "on_step's caller",
+                )
 
     def _tell_past(self, numbers: StepStaleness) -> None:
         """Tell new sinks that sum the run up what was trained before this step, ever."""
@@ -619,67 +646,9 @@ class StalenessCallback:
                         _log.warning("rl_staleness: %s: %s", _title(sink), undelivered)
 
 
-class Refit:
-    """The block in which the weights move, for ``with`` and for ``async with``."""
-
-    def __init__(self, callback: StalenessCallback, **pause: Any) -> None:
-        self._callback = callback
-        self._engines = _engine_names(pause["engines"])
-        self._pause: dict[str, Any] = {**pause, "engines": self._engines}
-
-    def __enter__(self) -> None:
-        self._callback.on_refit_paused(**self._pause)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self._callback.on_refit_done(engines=self._engines)
-        else:
-            self._callback.on_refit_aborted(reason=kind.__name__, engines=self._engines)
-
-    async def __aenter__(self) -> None:
-        try:
-            await self._callback.aon_refit_paused(**self._pause)
-        except BaseException as error:  # cancelled, or strict: the block will not run
-            reason = type(error).__name__
-            await self._callback.aon_refit_aborted(reason=reason, engines=self._engines)
-            raise
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            await self._callback.aon_refit_done(engines=self._engines)
-        else:
-            await self._callback.aon_refit_aborted(reason=kind.__name__, engines=self._engines)
-
-
 def _is_count(number: object) -> bool:
     return type(number) is int and number >= 0
 
 
 def _title(sink: Sink | StepObserver) -> str:
     return f"sink {getattr(sink, '__qualname__', type(sink).__qualname__)}"
-
-
-def _name(group: Group | str) -> str:
-    return group.name if isinstance(group, Group) else group
-
-
-def _engine_names(engines: Iterable[str] | None) -> list[str] | None:
-    if engines is None or isinstance(engines, str):
-        return engines if engines is None else [engines]
-    return list(engines)
-
-
-def _names(groups: Iterable[Group | str] | None) -> tuple[str, ...]:
-    if isinstance(groups, (str, Group)):
-        groups = (groups,)
-    return tuple(_name(group) for group in groups or ())

@@ -81,6 +81,8 @@ class Pauses:
         last_refit: Callable[[str], int],
     ) -> None:
         self.engines: dict[str, Engine] = {}
+        self.num_done = 0
+        """Refits of an engine that were done."""
         self.without_cut = 0
         """Refits of an engine that could not say how far its calls were."""
         self._record = record
@@ -191,6 +193,7 @@ class Pauses:
                     time=self._clock(), engine=name, refit=refit, version=to, pause_seconds=seconds
                 )
             )
+            self.num_done += 1
 
     def abort(self, names: Iterable[str] | None, *, reason: str) -> list[Answer]:
         """The refit failed on these engines: write it down and tell them."""

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rl_staleness.callback import Group, StalenessCallback
+from rl_staleness import Group, StalenessCallback
 from rl_staleness.engines import captured
 from rl_staleness.events import LARGEST, RefitCut, RefitDone
 from rl_staleness.integrations.vllm import VllmEngine
@@ -492,6 +492,29 @@ def test_a_mark_without_a_pause_is_no_cut(run: Run) -> None:
         assert group.capture.calls[0].spans is None
     assert cuts_of(run) == []
     assert run.staleness.missing() == {"refits had no cut": 1}
+
+
+def test_a_refit_that_is_done_after_the_resume(run: Run) -> None:
+    """Labels that came late are not believed; the cut, which came in time, is."""
+
+    async def work() -> None:
+        rollouts = run.rollouts(20, 60) + run.rollouts(20, 150)
+        await run.reached(20)
+        run.staleness.on_step([])
+        await run.served.llm.pause_generation(mode="keep", clear_cache=False)
+        await run.staleness.aon_refit_paused()
+        await run.served.move_to(run.staleness.version)
+        await run.served.llm.resume_generation()
+        rollouts += run.rollouts(10, 20) + run.rollouts(10, 150)
+        await run.reached(50)
+        await run.staleness.aon_refit_done()
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert verdict.num_spans == 0
 
 
 def test_labels_say_the_version(run: Run) -> None:

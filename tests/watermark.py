@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rl_staleness.callback import Group, StalenessCallback
+from rl_staleness import Group, StalenessCallback
 from rl_staleness.engines import LiveCall
 from rl_staleness.events import GroupPublished, RefitCut, StepTrained
 from rl_staleness.integrations.vllm import VllmEngine
