@@ -602,6 +602,8 @@ class StalenessCallback:
         )
 
     def _notify(self, numbers: StepStaleness) -> None:
+        for warning in self._limits.crossed(numbers, refits=self._pauses.num_done):
+            _log.warning("rl_staleness: step %d: %s", numbers.step, warning)
         if self._active is not None:
             self._look_for_runs(self._active)
         if self._new_sinks:

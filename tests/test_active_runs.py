@@ -40,3 +40,15 @@ def test_no_run_is_looked_for_when_sinks_are_given(tmp_path: Path) -> None:
     ):
         staleness.on_step([])
         assert "staleness/tokens" not in dict(run.summary)
+
+
+def test_without_a_run_the_way_to_one_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line, at the first step, that says where the numbers are and how to get charts."""
+    with StalenessCallback(trace=tmp_path / "rollout_trace.jsonl") as staleness:
+        for _ in range(3):
+            staleness.on_step([])
+    (line,) = [r.getMessage() for r in caplog.records if "run is active" in r.message]
+    assert str(tmp_path / "rollout_trace.jsonl") in line
+    assert "sinks=" in line

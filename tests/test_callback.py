@@ -847,3 +847,179 @@ def test_selftest_asks_the_engines_that_can(path: Path) -> None:
     engines = [Testing("a"), FakeEngine("b")]
     with StalenessCallback(trace=path, engines=engines) as staleness:
         assert asyncio.run(staleness.selftest()) == {"a": "cuts"}
+
+
+def test_start_waits_for_the_engines(path: Path) -> None:
+    """start() returns when every engine knows of the run; a hook alone waits for nobody."""
+    engine, known = FakeEngine(), Future[None]()
+    engine.answer = lambda: known
+    told = threading.Event()
+
+    def start() -> None:
+        staleness.start()
+        told.set()
+
+    with StalenessCallback(trace=path, engines=[engine], timeout=30.0) as staleness:
+        staleness.on_step([])
+        thread = threading.Thread(target=start)
+        thread.start()
+        assert not told.wait(0.2)
+        known.set_result(None)
+        assert told.wait(30.0)
+        thread.join()
+        engine.answer = noticed
+    assert [what for what, *_ in engine.heard] == ["start", "detach"]
+
+
+def test_astart_leaves_the_loop_alone(path: Path) -> None:
+    """The loop on which an engine answers goes on meanwhile."""
+    engine, known = FakeEngine(), Future[None]()
+    engine.answer = lambda: known
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_later(0.05, known.set_result, None)
+        await staleness.astart()
+        assert known.done()
+
+    with StalenessCallback(trace=path, engines=[engine], timeout=30.0) as staleness:
+        asyncio.run(work())
+        engine.answer = noticed
+    assert staleness.missing() == {}
+
+
+def test_a_cut_is_not_written_on_the_loop_that_counted_it(path: Path) -> None:
+    """An engine generates on its loop; a step waits until what it delivered there is written."""
+    engine = FakeEngine()
+    threads: list[int] = []
+    sound = os.write
+
+    def write(file: int, data: bytes) -> int:
+        if b"refit_cut" in data:
+            threads.append(threading.get_ident())
+            time.sleep(0.2)  # a slow disk
+        return sound(file, data)
+
+    async def work() -> StepStaleness | None:
+        staleness.on_refit_paused()
+        engine.deliver(Cut(calls={"a": 30}))
+        staleness.on_refit_done()
+        staleness.on_publish("g", calls=[call("a", 90, 0, 1)])
+        return staleness.on_step(["g"])
+
+    with (
+        StalenessCallback(trace=path, engines=[engine]) as staleness,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        staleness.on_step([])
+        patch.setattr(os, "write", write)
+        numbers = asyncio.run(work())
+    assert numbers is not None
+    assert (numbers.coverage, numbers.batch_age) == (1.0, 30 / 90)
+    assert threads and threading.get_ident() not in threads
+    assert staleness.missing() == {}
+
+
+def test_crossed_limits_are_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning when a number crosses its limit, and another only after it was back."""
+    with StalenessCallback(
+        trace=path, sinks=[], warn_age_above=0.5, warn_coverage_below=0.9
+    ) as staleness:
+        staleness.on_step([])
+        for number, behind in enumerate((1, 1, 0, 1)):
+            group = f"g{number}"
+            staleness.on_refit_paused(version=staleness.version - behind, cuts={"engine": {}})
+            staleness.on_refit_done(version=staleness.version - behind)
+            refit = 1 + number
+            staleness.on_publish(
+                group,
+                calls=[
+                    Call(
+                        call=group,
+                        engine="engine",
+                        version=staleness.version - behind,
+                        tokens=10,
+                        after=refit,
+                        until=refit,
+                    )
+                ],
+            )
+            staleness.on_step([group])
+        staleness.on_publish("odd", calls=[call("odd", 10, 99, 99)])
+        staleness.on_step(["odd"])
+    warnings = [r.getMessage() for r in caplog.records if "above" in r.message]
+    assert [warning.split(": ")[1] for warning in warnings] == ["step 2", "step 5"]
+    (coverage,) = [r.getMessage() for r in caplog.records if "coverage is" in r.message]
+    assert coverage.startswith("rl_staleness: step 6: coverage is 0, below 0.9")
+
+
+def test_refits_that_stopped_coming_are_logged(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After refits every 3 steps, 12 steps without one are odd; another refit ends it."""
+
+    def refit() -> None:
+        with staleness.refit():
+            pass
+
+    with StalenessCallback(trace=path, sinks=[], engines=[FakeEngine(counts={})]) as staleness:
+        for step in range(9):
+            staleness.on_step([])
+            if step % 3 == 2:
+                refit()
+        for _ in range(20):
+            staleness.on_step([])
+        refit()
+        for _ in range(12):
+            staleness.on_step([])
+    stopped = [r.getMessage() for r in caplog.records if "no refit was done" in r.message]
+    assert [line.split(": ")[1] for line in stopped] == ["step 22"]
+
+
+def test_a_run_that_never_refits_is_not_warned_of(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that does not tell of refits has none to stop."""
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        for _ in range(50):
+            staleness.on_step([])
+    assert not [r for r in caplog.records if "no refit was done" in r.message]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("warn_age_above", float("nan")),
+        ("warn_age_above", "2"),
+        ("warn_coverage_below", 1.5),
+        ("warn_coverage_below", True),
+        ("timeout", True),
+        ("close_timeout", "3"),
+        ("sinks", [None]),
+        ("sinks", ["wandb"]),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named(path: Path, argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{argument}: "):
+        StalenessCallback(trace=path, **{argument: value})
+    assert not path.exists()
+
+
+def test_a_checkpoint_attaches_the_trace_so_far(path: Path) -> None:
+    """Sinks that can are handed the trace; one that raises does not keep it from the others."""
+
+    class Place(RecordingSink):
+        def __init__(self, error: Exception | None = None) -> None:
+            super().__init__()
+            self.attached: list[str] = []
+            self.error = error
+
+        def attach(self, trace: str) -> None:
+            if self.error:
+                raise self.error
+            self.attached.append(trace)
+
+    broken, place = Place(OSError("no room")), Place()
+    with StalenessCallback(trace=path, sinks=[broken, RecordingSink(), place]) as staleness:
+        staleness.on_checkpoint()
+        assert place.attached == [str(path)]
+    assert list(staleness.missing().values()) == [1]
