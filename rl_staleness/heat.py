@@ -73,7 +73,7 @@ def versions(parts: Sequence[Stretch]) -> Figure:
             y="",
             yaxis=axes[long],
             updatemenus=[_buttons(axes, active=int(long))],
-            legend={"orientation": "h", "x": 0.33, "y": 1, "yanchor": "bottom"},
+            legend={"x": 0.01, "y": 0.97, "bgcolor": "rgba(255,255,255,0.7)"},  # where no cell is
         ),
     }
 

@@ -236,7 +236,14 @@ def layout(*, x: str, y: str, **more: Any) -> dict[str, Any]:
         "margin": {"l": 62, "r": 12, "t": 28, "b": 40},
         "hoverlabel": {"align": "left", "bgcolor": "#fff", "font": {"color": INK}},
         "hovermode": "closest",
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "traceorder": "normal",
+            "x": 0,
+            "y": 1,
+            "yref": "container",  # tied to the axes it would stay behind when a window gets wider
+            "yanchor": "top",
+        },
         **axes,
         **more,
     }

@@ -111,13 +111,28 @@ def texts(page: Page, chart: str, parts: str) -> list[str]:
     return [text for text, _ in found]
 
 
+def overlap(page: Page, chart: str, one: str, other: str) -> bool:
+    """Whether two parts of a chart lie over one another by more than a pixel."""
+    found: bool = page.value(
+        f"""(() => {{
+            const boxes = which => [...document.querySelectorAll("#{chart} " + which)]
+                .map(part => part.getBoundingClientRect());
+            return boxes("{one}").some(a => boxes("{other}").some(b =>
+                a.left < b.right - 1 && b.left < a.right - 1
+                && a.top < b.bottom - 1 && b.top < a.bottom - 1));
+        }})()"""
+    )
+    return found
+
+
 def test_the_charts_name_what_they_show(tmp_path: Path, chromium: Browser) -> None:
-    """Legends and titles of axes stand inside their charts, on a laptop and in a narrow frame."""
+    """Legends and titles of axes are read in a narrow frame too, and when it gets wide again."""
     not_covered(tmp_path / "trace.jsonl")
     page = open_report(tmp_path / "trace.jsonl", chromium)
-    for width in (LAPTOP[0], 560):
+    for width in (LAPTOP[0], 560, LAPTOP[0]):
         page.resize(width, LAPTOP[1])
-        page.wait(f"document.querySelector('#age .main-svg').clientWidth < {width}")
+        page.wait(f"Math.abs(document.querySelector('#age .main-svg').clientWidth - {width}) < 50")
+        page.settle()
         assert texts(page, "age", ".legendtext") == [
             "in flight",
             "in queue",
@@ -127,11 +142,13 @@ def test_the_charts_name_what_they_show(tmp_path: Path, chromium: Browser) -> No
             "refits",
         ]
         assert texts(page, "age", ".xtitle, .ytitle") == ["training step", "age in policy updates"]
-        assert texts(page, "versions", ".ytitle, .legendtext") == [
+        assert set(texts(page, "versions", ".ytitle, .legendtext")) == {
             "version that the step updated",
             "sampling version",
-        ]
+        }
         assert "violations" in texts(page, "coverage", ".legendtext")
+        assert not overlap(page, "age", ".legend", ".nsewdrag"), "the curves are not covered"
+        assert not overlap(page, "versions", ".legend", ".updatemenu-button")
         assert page.value("document.documentElement.scrollWidth") == width
 
 
