@@ -934,6 +934,51 @@ def test_call_of_two_groups() -> None:
     )
 
 
+@pytest.mark.parametrize("orphan_after", [1, 2, 64])
+def test_evidence_stays_for_a_group_that_waits_long(orphan_after: int) -> None:
+    """Refits forget what nobody may ask for any more, never what a waiting group needs."""
+    later = [line for n in range(2, 9) for line in (cut(n, n), done(n, n))]
+    check(
+        started(9, start=0, about={"orphan_after": orphan_after}),
+        cut(1, 1, c=10),
+        published("g", call("c", 0, 40, after=0, until=1)),
+        done(1, 1),
+        *later,
+        trained(0, 9, "g"),
+        tokens_by_version={0: 10, 1: 30},
+        coverage=1,
+    )
+
+
+def test_evidence_stays_for_a_call_that_a_late_cut_lists() -> None:
+    """The group waits already, and longer than `orphan_after`, when its cut comes."""
+    check(
+        started(9, start=0, about={"orphan_after": 1}),
+        published("g", call("c", 0, 40, after=0, until=1)),
+        *[done(n, n) for n in range(1, 5)],
+        cut(1, 1, c=10),
+        *[done(n, n) for n in range(5, 9)],
+        trained(0, 9, "g"),
+        tokens_by_version={0: 10, 1: 30},
+        coverage=1,
+    )
+
+
+def test_a_published_call_is_no_orphan_whatever_comes_late() -> None:
+    """Its group was trained before the cut that lists it came: the cut stays exact for others."""
+    ledger = Ledger()
+    for event in (
+        started(9, start=0, about={"orphan_after": 1}),
+        published("g", call("c", 0, 40, after=0, until=1)),
+        done(1, 1),
+        trained(0, 9, "g"),
+        cut(1, 1, c=10),
+        *[done(n, n) for n in range(2, 6)],
+    ):
+        ledger.apply(decode(json.dumps(event).encode()))
+    assert ledger.orphans == 0
+
+
 def test_repeated_cut_replaces_the_first() -> None:
     """Of two cuts of one refit the second counts."""
     check(
