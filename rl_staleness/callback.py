@@ -484,6 +484,7 @@ class StalenessCallback:
             "events had a value of a wrong type and were refused": self._recorder.refused,
             "refits had no cut": self._pauses.without_cut,
             "calls that cuts listed were never published": self._recorder.ledger.orphans,
+            self._recorder.damage or "": int(self._recorder.damage is not None),
             **{f"violations {name}": n for name, n in self._recorder.violations.items()},
             **{f"times {what} failed": number for what, number in self._guard.failures.items()},
         }

@@ -103,8 +103,14 @@ class Pauses:
         """Take an engine in.
 
         Raises:
-            ValueError: its name is taken.
+            ValueError: its name is taken, or cannot stand in a trace.
         """
+        try:
+            usable = bool(engine.name.encode())
+        except (AttributeError, UnicodeEncodeError):
+            usable = False
+        if not usable:
+            raise ValueError(f"engines: {engine.name!r} is no name; one needs letters")
         if engine.name in self.engines:
             raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
         self.engines[engine.name] = engine

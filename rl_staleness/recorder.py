@@ -45,6 +45,8 @@ class Recorder:
         """By name, since this process opened the trace."""
         self.trained: Counter[int] = Counter()
         """Tokens of all steps so far by their age, those of earlier incarnations included."""
+        self.damage: str | None = None
+        """What became of the trace while it was written; known when it is closed."""
         self._writer = None if path is None else TraceWriter(path, run=run)
         self._step: StepStaleness | None = None
         if self._writer is not None and self._writer.continued:
@@ -102,6 +104,7 @@ class Recorder:
         """Close the trace; a second time does nothing."""
         with self.lock:
             if self._writer is not None:
+                self.damage = self.damage or self._writer.damage()
                 self._writer.close()
 
     def _apply(self, event: Event) -> None:

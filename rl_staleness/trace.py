@@ -111,11 +111,10 @@ class TraceWriter:
         self._file: int | None = file
         self.lost = 0
         """Lines of this writer that are not in the file."""
-        self._unsaid = 0
+        self._unsaid = self._written = 0
         self.torn = _mend(self.path)
         """Bytes of a torn last line that were cut off."""
-        self._size = self.path.stat().st_size
-        self.continued = self._size > 0
+        self.continued = self.path.stat().st_size > 0
         """The file holds a trace of this run already."""
         here = weakref.WeakMethod(self.close)
         os.register_at_fork(after_in_child=lambda: (here() or (lambda: None))())
@@ -146,6 +145,21 @@ class TraceWriter:
                 applied(event)
         return True
 
+    def damage(self) -> str | None:
+        """What became of the file while it was written here; None: nothing, it is all there."""
+        if self._file is None:
+            return None
+        mine = os.fstat(self._file)
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            return "the trace was deleted while it was written"
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            return "the trace was replaced while it was written"
+        if mine.st_size < self._written:
+            return "the trace was cut short while it was written"
+        return None
+
     def skip(self) -> None:
         """Something happened that cannot be written: the next line has a gap before it."""
         self._unsaid += 1
@@ -168,9 +182,9 @@ class TraceWriter:
             if not self._unsaid:
                 _log.warning("%s: a line could not be written: %s", self.path, error)
             if written:
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             return False
-        self._size += written
+        self._written += written
         return True
 
 

@@ -1019,3 +1019,28 @@ def test_a_checkpoint_attaches_the_trace_so_far(path: Path) -> None:
         staleness.on_checkpoint()
         assert place.attached == [str(path)]
     assert list(staleness.missing().values()) == [1]
+
+
+@pytest.mark.parametrize("what", ["deleted", "replaced", "cut short"])
+def test_a_trace_that_is_changed_underneath_is_told(
+    path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever deletes, replaces or truncates the file while the run goes on hears of it."""
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        staleness.on_step([])
+        if what == "cut short":
+            os.truncate(path, 0)
+        else:
+            path.unlink()
+        if what == "replaced":
+            path.write_text("")
+        staleness.on_step([])
+    assert staleness.missing() == {f"the trace was {what} while it was written": 1}
+    assert f"the trace was {what}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["", 5, "\ud800", None])
+def test_an_engine_needs_a_name(path: Path, name: Any) -> None:
+    engine = FakeEngine(name)
+    with pytest.raises(ValueError, match=r"^engines: "):
+        StalenessCallback(trace=path, engines=[engine])
