@@ -71,8 +71,8 @@ class Attachments(Generic[Where]):
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._jobs: deque[Job[Where]] = deque()
-        self._lacking: dict[str, str] | None = None
-        """Of the last job that was done: what it left out, and why."""
+        self._answer: dict[str, str] | None = None
+        """Of the final job, once it is done: what it left out, and why."""
         self._is_working = False
 
     def add(self, run: Where, trace: str) -> None:
@@ -88,11 +88,11 @@ class Attachments(Generic[Where]):
         """
         self._ensure_own()
         with self._changed:
-            self._jobs.clear()
+            self._answer = None
             self._put(Job(run, trace, True, deadline))
             left = deadline - time.monotonic()
-            self._changed.wait_for(lambda: not self._is_working, max(0.0, left))
-            return None if self._is_working else self._lacking
+            self._changed.wait_for(lambda: self._answer is not None, max(0.0, left))
+            return self._answer
 
     def _ensure_own(self) -> None:
         if self._process != os.getpid():  # forked: the thread is not here, its lock may be held
@@ -102,7 +102,10 @@ class Attachments(Generic[Where]):
         with self._changed:
             for other in [other for other in self._jobs if other.run == job.run]:
                 self._jobs.remove(other)
-            self._jobs.append(job)
+            if job.final:
+                self._jobs.appendleft(job)
+            else:
+                self._jobs.append(job)
             if not self._is_working:
                 self._is_working = True
                 threading.Thread(target=self._work, name=self._title, daemon=True).start()
@@ -112,12 +115,13 @@ class Attachments(Generic[Where]):
             with self._changed:
                 if not self._jobs:
                     self._is_working = False
-                    self._changed.notify_all()
                     return
                 job = self._jobs.popleft()
             lacking = self._done(job)
-            with self._changed:
-                self._lacking = lacking
+            if job.final:
+                with self._changed:
+                    self._answer = lacking
+                    self._changed.notify_all()
 
     def _done(self, job: Job[Where]) -> dict[str, str]:
         try:

@@ -137,20 +137,27 @@ class Attaching:
 
 
 def test_of_what_waits_the_newest_trace_of_a_run_is_attached() -> None:
-    """It holds the older ones; nobody waits."""
+    """It holds the older ones; nobody waits, and the last of all goes first."""
     attach = Attaching()
     files: Attachments[str] = Attachments(attach, title="test")
     files.add("run", "1")
     assert attach.begun.wait(60)
-    for run, trace in (("run", "2"), ("other", "3"), ("run", "4")):
+    for run, trace in (("run", "2"), ("other", "3"), ("third", "4"), ("other", "5")):
         files.add(run, trace)
-    attach.may.set()
-    deadline = later()
-    assert files.finish("run", "lacking", deadline=deadline) == {"file": "why"}
-    done = [(job.run, job.trace, job.final) for job in attach.jobs]
-    assert done[0] == ("run", "1", False)
-    assert done[-1] == ("run", "lacking", True)
-    assert ("run", "2", False) not in done
+
+    def go_on() -> None:
+        while not any(job.final for job in tuple(files._jobs)):
+            time.sleep(0.01)
+        attach.may.set()
+
+    threading.Thread(target=go_on, daemon=True).start()
+    assert files.finish("run", "lacking", deadline=later()) == {"file": "why"}
+    done = [("run", "1", False), ("run", "lacking", True)]
+    assert [(job.run, job.trace, job.final) for job in attach.jobs[:2]] == done
+    end = later()
+    while len(attach.jobs) < 4 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [job.trace for job in attach.jobs[2:]] == ["4", "5"]
 
 
 def later() -> float:
