@@ -99,11 +99,17 @@ class Pages:
                 return [box.x + 99, box.y + 99, cell.offsetTop - 2 * cell.offsetHeight];
             }})()"""
         )
-        page.turn(place[0], place[1], by=place[2])
+        for by in (place[2], 1, 1):  # the names follow one turn behind the values
+            page.turn(place[0], place[1], by=by)
+            page.settle()
         page.wait(
-            f"""[...document.querySelectorAll(".ReactVirtualized__Grid")].some(grid =>
-                grid.innerText.includes("{key}") && grid.scrollTop > {place[2] - 100})""",
-            what=f"{key} in the window",
+            f"""(() => {{
+                const grids = [...document.querySelectorAll(".ReactVirtualized__Grid")];
+                const at = grids.findIndex(grid => grid.innerText.includes("{key}"));
+                const tops = grids.slice(at, at + 2).map(grid => grid.scrollTop);
+                return tops[0] > 0 && Math.abs(tops[0] - tops[1]) < 3;
+            }})()""",
+            what=f"{key} beside its values",
         )
 
     def report(self, run: str) -> Page:
