@@ -87,7 +87,7 @@ def sentence(view: RunView) -> str:
         trained = plural(whole.tokens, "token") if whole.tokens else "no token"
         age = f"{plural(whole.num_steps, 'step')} trained {trained}, none of a known version"
         age = age if whole.tokens else age.partition(",")[0]
-    elif set(whole.tokens_by_age) == {0}:
+    elif set(whole.tokens_by_age) == {0} and whole.age_hi == 0:
         age = "Every trained token was sampled by the policy that the step updated: batch age 0"
     else:
         first, last = _first_and_last(view)
