@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from rl_staleness import Call, StalenessCallback, steps
+from rl_staleness.cli import main
 from rl_staleness.plot import plot
 from rl_staleness.report import report
 from rl_staleness.sinks import Sink
@@ -934,6 +935,32 @@ def test_a_run_that_is_found_late_knows_what_was_trained_before(trainer: Place) 
     (run,) = trainer.runs()
     assert trainer.histories(run)["staleness/batch_age"] == {3: 2.0}
     assert trainer.histories(run)["staleness/run_mean"] == {3: 1.0}
+
+
+# The commands, by way of a server; what they do is in test_replay.py.
+
+
+def test_the_commands_reach_runs_of_a_server(
+    served: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps and files are brought, a second time changes nothing, and the trace comes back."""
+    run = served.new_run()
+    trace = str(trace_of(tmp_path / "trace.jsonl", 7))
+    uri = ["--tracking-uri", served.uri]
+    assert main(["replay", trace, "--run", run, *uri]) == 0
+    line = f"MLflow run {run}: 7 steps brought; trace, report and picture attached\n"
+    assert capsys.readouterr().out == line
+    expected = {step.step: float(step.tokens) for step in steps(trace)}
+    assert served.histories(run)["staleness/tokens"] == expected
+    assert served.files(run) == FILES
+    assert main(["replay", trace, "--run", run, *uri]) == 0
+    assert capsys.readouterr().out.endswith("nothing is changed\n")
+    assert main(["upload", trace, "--run", run, *uri]) == 0
+    assert capsys.readouterr().out.endswith("nothing is changed\n")
+    overlay = ["-o", str(tmp_path / "overlay.html")]
+    assert main(["compare", trace, run, *uri, *overlay]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split()[1:] == rows[1].split()[1:]
 
 
 # The end.

@@ -136,6 +136,21 @@ def test_wrong_use_is_one_line_and_exit_2(
     assert printed.err.count("\n") == 1 and printed.out == ""
 
 
+@pytest.mark.parametrize("product", ["mlflow", "wandb"])
+def test_a_product_that_is_not_installed_is_named_with_the_way_to_get_it(
+    product: str,
+    trace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line, exit 2."""
+    monkeypatch.setitem(sys.modules, product, None)
+    assert main(["replay", trace, f"--{product}"]) == 2
+    printed = capsys.readouterr()
+    assert f"pip install 'rl-staleness[{product}]'" in printed.err
+    assert printed.err.count("\n") == 1 and printed.out == ""
+
+
 # MLflow.
 
 mlflow = pytest.importorskip("mlflow")
@@ -316,6 +331,19 @@ def test_mlflow_runs_that_are_not_there(
     assert main(["upload", trace, "--run", "f" * 32, "--tracking-uri", dead]) == 2
     line = capsys.readouterr().err
     assert line.startswith(f"MLflow run {'f' * 32}: ") and line.count("\n") == 1
+
+
+def test_mlflow_a_run_that_was_deleted_takes_nothing(
+    store: Any, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said."""
+    run = store.new_run()
+    store.client.delete_run(run)
+    assert main(["replay", trace, "--run", run]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"MLflow run {run}: ") and "must be in the 'active' state" in line
+    assert line.count("\n") == 1
+    assert store.files(run) == []
 
 
 def test_mlflow_runs_are_compared(
