@@ -127,7 +127,12 @@ class _Labels:
         if not (self.believed and running.labelled):
             return None
         starts = getattr(running.state, "weight_version_starts", None)  # vLLM 0.32 and later
-        return spans_from_labels(starts, tokens, self.versions) if starts and tokens else None
+        if not (starts and tokens):
+            return None
+        if len(starts) > 1 or starts[0][1]:
+            return spans_from_labels(starts, tokens, self.versions)
+        version = self.versions.get(starts[0][0])
+        return None if version is None else ((starts[0][1], tokens, version),)
 
 
 def spans_from_labels(
@@ -200,6 +205,9 @@ class VllmEngine:
         llm: a running ``AsyncLLM``; or an ``LLM``, which is refitted between calls only.
         name: unique in the run.
         lora_version: the policy version of a LoRA request's adapter, or None if it is not known.
+        on_pause: told the mode of every pause, on the engine's own thread, when the engine has
+            answered it and before whoever asked for it knows. Who marks there needs no caller's
+            help, and cannot be late.
     """
 
     def __init__(
@@ -208,6 +216,7 @@ class VllmEngine:
         *,
         name: str = "engine",
         lora_version: Callable[[Any], int | None] | None = None,
+        on_pause: Callable[[str], object] | None = None,
     ) -> None:
         if not name:
             raise ValueError("name: an engine needs one that can stand in a trace")
@@ -219,6 +228,7 @@ class VllmEngine:
         self._blocks = not inspect.iscoroutinefunction(getattr(self._front, "add_request", None))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lora_version = lora_version
+        self._on_pause = on_pause
         self._adapters: dict[
             int, tuple[int, int | None]
         ] = {}  # (refit, version) that loaded it, by id
@@ -227,7 +237,7 @@ class VllmEngine:
         self._version = 0
         self._refit = 0
         self._open = False  # that refit is neither done nor aborted
-        self._version_ahead = 0
+        self._version_ahead: int | None = 0
         self._kv: Literal["kept", "recomputed"] | None = None
         self._labels = _Labels()
 
@@ -254,14 +264,19 @@ class VllmEngine:
 
     def start(self, *, version: int, refit: int) -> Future[None]:
         """The run starts: label the weights, now or with the first request."""
-        self._version, self._refit = version, refit
+        self._version, self._refit, self._open = version, refit, False
         self._labels.due = self._started = True
-        return self._submit(self._label_first)
+
+        def work() -> None:
+            self._doubt_labels()  # of calls that a run before has begun
+            self._label_first()
+
+        return self._submit(work)
 
     def mark(
-        self, refit: int, *, version: int, mode: str, deliver: Callable[[Cut | None], None]
+        self, refit: int, *, version: int | None, mode: str, deliver: Callable[[Cut | None], None]
     ) -> Future[None]:
-        """Generation is paused: put the marker, and go on.
+        """Generation is paused: put the marker, and go on. `announce` may say the version later.
 
         It counts in every mode: in ``abort`` and ``wait`` there are calls too that had begun and
         that the engine did not know when it aborted, or waited for, its requests.
@@ -271,6 +286,13 @@ class VllmEngine:
         self._labels.of_trainer, self._labels.believed = None, False
         pending = _PendingCut(deliver)
         return self._submit(partial(self._take_cut, refit, pending), partial(pending.finish, None))
+
+    def announce(self, refit: int, *, version: int) -> None:
+        """Say, on the engine's own thread, which version a marked refit moves the engine to."""
+        if self._open and self._refit == refit:
+            self._version_ahead = version
+            loaded = [number for number, of in self._adapters.items() if of == (refit, None)]
+            self._adapters.update(dict.fromkeys(loaded, (refit, version)))
 
     def done(self, refit: int, *, version: int) -> Future[None]:
         """The weights are in: label them, before generation resumes."""
@@ -368,17 +390,17 @@ class VllmEngine:
 
     # Calls, on the engine's own thread.
 
-    def _begin(self, *args: Any, **kwargs: Any) -> list[_Running]:
-        """A request is being submitted: make its calls, none if nothing captures them."""
-        capture = capturing()
-        if capture is None or not self._wrapped:  # it was detached
+    def _begin(self, capture: Capture, args: Sequence[Any], kwargs: Any) -> list[_Running]:
+        """A request is being submitted: make its calls."""
+        if not self._wrapped:  # it was detached
             return []
         if not self._blocks and self._loop is None:
             self._loop = asyncio.get_running_loop()
-        self._label_first()
-        prompt = _argument(args, kwargs, 1, "prompt")
+        if self._labels.due:
+            self._label_first()
+        request = args[0] if args else kwargs["request_id"]
+        prompt = args[1] if len(args) > 1 else kwargs["prompt"]
         params = getattr(prompt, "sampling_params", None) or _argument(args, kwargs, 2, "params")
-        request = _argument(args, kwargs, 0, "request_id")
         adapter = _argument(args, kwargs, 4, "lora_request")
         version, after = (self._version, self._refit) if self._started else (0, None)
         begun: list[_Running] = []
@@ -539,8 +561,12 @@ class VllmEngine:
                 running.after = None
         self._outputs.clear()
 
-    def _pausing(self, original: Any) -> Any:
-        """Know whether a pause is complete: until then outputs of before may still be made."""
+    def _pausing(self, original: Any, place: int = 0) -> Any:
+        """Know whether a pause is complete: until then outputs of before may still be made.
+
+        Args:
+            place: of the mode among the method's arguments.
+        """
 
         @wraps(original)
         async def pause(*args: Any, **kwargs: Any) -> Any:
@@ -553,6 +579,8 @@ class VllmEngine:
             self._kv = None
             if kwargs.get("mode") == "keep" and "clear_cache" in kwargs:
                 self._kv = "recomputed" if kwargs["clear_cache"] else "kept"
+            if self._on_pause is not None:
+                self._guarded(self._on_pause, _argument(args, kwargs, place, "mode") or "abort")
             return result
 
         return pause
@@ -676,7 +704,7 @@ class VllmEngine:
         self._watch(processor, "abort_requests", self._note_aborted)
         for name, ours in (
             ("pause_scheduler_async", self._pausing),
-            ("sleep_async", self._pausing),
+            ("sleep_async", partial(self._pausing, place=1)),
             ("resume_scheduler_async", self._resuming),
             ("wake_up_async", self._resuming),
         ):
@@ -747,8 +775,9 @@ class VllmEngine:
 
         def begin(args: Any, kwargs: Any) -> list[_Running]:
             begun: list[_Running] = []
-            if capturing() is not None:
-                begun = self._guarded(self._begin, *args, **kwargs) or begun
+            capture = capturing()
+            if capture is not None:
+                begun = self._guarded(self._begin, capture, args, kwargs) or begun
             if begun or _submitted.get():
                 # It is left as it is afterwards: input that streams is submitted by tasks of its
                 # own, and whatever this task submits next sets it anew.
