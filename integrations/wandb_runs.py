@@ -13,14 +13,14 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl_staleness.artifacts import PACKED, pack
 from rl_staleness.attachments import Job
 from rl_staleness.destinations import DestinationError, Fetched, Logged, in_scratch
 from rl_staleness.integrations.wandb_files import TYPE, attach
-from rl_staleness.integrations.wandb_offline import OfflineRun, folders_of, read_run
 from rl_staleness.integrations.wandb_rows import AXIS, HISTOGRAM, declare, row_of
+from rl_staleness.integrations.wandb_targets import NOTED, Target, existing, made_for, parts_of
 from rl_staleness.replay import Origin, origin_of, timed_steps
 
 __all__ = ["fetch", "replay", "upload"]
@@ -29,23 +29,6 @@ DRAWING_SECONDS = 3600.0
 
 PARTS = "values", "bins"
 """Of a histogram."""
-
-
-class _Target(NamedTuple):
-    """A run, and what it has already."""
-
-    name: str
-    """For people."""
-    init: dict[str, Any]
-    """Arguments of ``wandb.init`` that go on with it."""
-    steps: Counter[int]
-    """How often it has a row of each step."""
-    attached: frozenset[str]
-    """Digests of the traces that are attached, as far as it is known."""
-    exit_code: int
-    next_row: int | None = None
-    """Value of the counter for the next row, where W&B does not know it."""
-    warning: str | None = None
 
 
 def upload(trace: str, *, run: str) -> str:
@@ -60,7 +43,7 @@ def upload(trace: str, *, run: str) -> str:
     """
     origin_of(trace)
     with _told(run) as wandb:
-        return _brought(wandb, trace, _existing(wandb, run), with_steps=False)
+        return _brought(wandb, trace, existing(wandb, run), with_steps=False)
 
 
 def replay(trace: str, *, run: str | None) -> str:
@@ -80,12 +63,8 @@ def replay(trace: str, *, run: str | None) -> str:
     origin = origin_of(trace)
     with _told(run or "of this trace") as wandb:
         if run is not None:
-            return _brought(wandb, trace, _existing(wandb, run), with_steps=True)
-        if wandb.setup().settings.mode in ("offline", "dryrun"):
-            target = _made_on_disk(wandb, origin)
-        else:
-            target = _made_for(wandb, origin)
-        return _brought(wandb, trace, target, with_steps=True, origin=origin)
+            return _brought(wandb, trace, existing(wandb, run), with_steps=True)
+        return _brought(wandb, trace, made_for(wandb, origin), with_steps=True, origin=origin)
 
 
 def fetch(run: str, folder: str) -> Fetched:
@@ -96,7 +75,7 @@ def fetch(run: str, folder: str) -> Fetched:
     """
     with _told(run) as wandb:
         if os.path.isdir(run):
-            runs = _on_disk(run)
+            runs = parts_of(run)
             for artifact in reversed([a for part in runs for a in part.artifacts]):
                 if os.path.isfile(artifact.get(PACKED, "")):
                     return artifact[PACKED]
@@ -115,7 +94,7 @@ def fetch(run: str, folder: str) -> Fetched:
 
 
 def _brought(
-    wandb: Any, trace: str, target: _Target, *, with_steps: bool, origin: Origin | None = None
+    wandb: Any, trace: str, target: Target, *, with_steps: bool, origin: Origin | None = None
 ) -> str:
     """Bring what the target has not; what was done."""
     with in_scratch() as folder:
@@ -145,7 +124,7 @@ def _brought(
             ]
         if lacking:
             del noted["attached"]
-        run.config.update({"rl_staleness_replay": noted}, allow_val_change=True)
+        run.config.update({NOTED: noted}, allow_val_change=True)
         where = Path(run.sync_dir)
     if target.next_row is not None:
         said.append(f"it is in {where}, for `wandb sync`")
@@ -154,91 +133,7 @@ def _brought(
     return f"W&B run {target.name}: {'; '.join(said)}"
 
 
-def _made_on_disk(wandb: Any, origin: Origin) -> _Target:
-    """The run on this disk that is made for this trace, now or by an earlier replay."""
-    run_id = _id_of(origin)
-    folders = folders_of(run_id, wandb.setup().settings.wandb_dir)
-    parts = [read_run(folder) for folder in folders]
-    empty = ", ".join(str(part.folder) for part in parts if not part.id)
-    warning = f"remove {empty}: it is empty, and `wandb sync` stumbles over it" if empty else None
-    if parts := [part for part in parts if part.id]:
-        target = _target_on_disk(parts, name=run_id, exit_code=_exit_code(origin))
-        return target._replace(warning=warning)
-    init = {"id": run_id, "mode": "offline", "name": origin.title}
-    return _Target(run_id, init, Counter(), frozenset(), _exit_code(origin), 0, warning)
-
-
-def _made_for(wandb: Any, origin: Origin) -> _Target:
-    """The run on the server that is made for this trace, now or by an earlier replay."""
-    api, settings = wandb.Api(), wandb.setup().settings
-    entity = settings.entity or api.default_entity
-    project, run_id = settings.project or "uncategorized", _id_of(origin)
-    path = f"{entity}/{project}/{run_id}"
-    try:
-        there = api.run(path)
-    except wandb.errors.CommError as error:
-        if "Could not find run" not in str(error):
-            raise
-        init = {"entity": entity, "project": project, "id": run_id, "name": origin.title}
-        return _Target(path, init, Counter(), frozenset(), _exit_code(origin))
-    return _target_on_server(there, path, exit_code=_exit_code(origin), may_run=True)
-
-
-def _existing(wandb: Any, run: str) -> _Target:
-    if os.path.isdir(run):
-        parts = _on_disk(run)
-        return _target_on_disk(parts, name=run, exit_code=0)
-    return _target_on_server(wandb.Api().run(run), run)
-
-
-def _target_on_server(
-    there: Any, path: str, *, exit_code: int | None = None, may_run: bool = False
-) -> _Target:
-    if there.state == "running" and not may_run:
-        raise DestinationError(f"W&B run {path} is still running; its own sink attaches the trace")
-    noted: Any = dict(there.config).get("rl_staleness_replay") or {}
-    init = {"entity": there.entity, "project": there.project, "id": there.id, "resume": "must"}
-    return _Target(
-        path,
-        init,
-        Counter(row[AXIS] for row in there.scan_history() if AXIS in row),
-        frozenset(noted.get("attached") or ()),
-        int(there.state != "finished") if exit_code is None else exit_code,
-    )
-
-
-def _target_on_disk(parts: list[OfflineRun], *, name: str, exit_code: int) -> _Target:
-    rows = [row for part in parts for row in part.rows]
-    parent = parts[0].folder.absolute().parent
-    return _Target(
-        name,
-        {
-            "id": parts[0].id,
-            "mode": "offline",
-            "resume": "allow",
-            "project": parts[0].project or None,
-            "entity": parts[0].entity or None,
-            "dir": os.fspath(parent.parent if parent.name == "wandb" else parent),
-        },
-        Counter(row[AXIS] for row in rows if AXIS in row),
-        frozenset(a["sha256"] for part in parts for a in part.artifacts if len(a) == 4),
-        exit_code,
-        next_row=max((row.get("_step", 0) + 1 for row in rows), default=0),
-    )
-
-
-def _on_disk(folder: str) -> list[OfflineRun]:
-    """A run's folder, and those that were added to it."""
-    run = read_run(folder)
-    if not run.id:
-        raise DestinationError(f"{folder}: the W&B run's file is empty")
-    beside = folders_of(run.id, run.folder.absolute().parent)
-    own = run.folder.resolve()
-    others = [read_run(other) for other in beside if other.resolve() != own]
-    return [run, *(other for other in others if other.id)]
-
-
-def _log_missing(wandb: Any, run: Any, trace: str, target: _Target) -> None:
+def _log_missing(wandb: Any, run: Any, trace: str, target: Target) -> None:
     """Log rows as the sink would have, each with the time of its step and committed at once."""
     there = target.steps.copy()
     place = target.next_row
@@ -275,16 +170,8 @@ def _logged(row: Mapping[str, Any]) -> Logged:
     return Logged(int(row[AXIS]), numbers, ages)
 
 
-def _id_of(origin: Origin) -> str:
-    return f"staleness-{origin.id}"
-
-
-def _exit_code(origin: Origin) -> int:
-    return int(origin.status != "finished")
-
-
 @contextmanager
-def _opened(wandb: Any, target: _Target) -> Generator[Any]:
+def _opened(wandb: Any, target: Target) -> Generator[Any]:
     """The run, gone on with, and finished as it was."""
     settings = wandb.Settings(
         silent=True, console="off", x_disable_stats=True, x_disable_machine_info=True
