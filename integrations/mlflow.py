@@ -153,8 +153,8 @@ class MlflowSink:
     def _attach_last(self, run: Run, trace: str, deadline: float) -> list[str]:
         """Attach the whole trace; what is not attached, and why."""
         lacking: dict[str, str] | None
-        if (why := self._writer.waiting(run)) is not None:
-            lacking = {"": why}
+        if self._writer.is_waiting(run):
+            lacking = {"": "its values go first"}
         else:
             lacking = self._files.finish(run, trace, deadline=deadline)
         if lacking is None:

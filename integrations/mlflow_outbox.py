@@ -111,13 +111,11 @@ class Writer:
             self._changed.notify()
             return self._undelivered()
 
-    def waiting(self, run: Run) -> str | None:
-        """Why points of the run are still here; None if there are none."""
+    def is_waiting(self, run: Run) -> bool:
+        """Whether points of the run are still here."""
         with self._changed:
             outbox = self._outboxes.get(run)
-            if outbox is None or not outbox.points:
-                return None
-            return outbox.error or "out of time"
+            return outbox is not None and bool(outbox.points)
 
     def _undelivered(self) -> list[str]:
         lines: list[str] = []
