@@ -189,6 +189,22 @@ def test_own_trainer_is_exact(tmp_path: Path) -> None:
     assert "Traceback" not in printed
 
 
+def test_runs_are_started_only_of_what_is_installed(tmp_path: Path) -> None:
+    """Without MLflow and W&B the demo has its trace and its report, and no word about them."""
+    code = f"""
+import pathlib, sys
+sys.modules["mlflow"] = sys.modules["wandb"] = None
+sys.path.insert(0, {str(ROOT / "examples")!r})
+from tracking import active_runs
+with active_runs(pathlib.Path.cwd(), name="n", options={{}}) as runs:
+    print(runs)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("script", ["async_grpo.py", "own_trainer.py"])
 def test_missing_package_is_named(script: str, tmp_path: Path) -> None:
     """Whoever has not installed what an example needs reads what and how, no traceback."""
