@@ -1,0 +1,285 @@
+"""vLLM's HTTP server, 0.29 to 0.32, as an engine of a trainer in another process: its side of it.
+
+    vllm serve MODEL --middleware rl_staleness.integrations.vllm_server.StalenessMiddleware
+
+That is all: refits are seen as the engine is paused (``/pause``, ``/sleep``, a route of your own),
+and each is cut exactly there, also when the trainer is slow to say what it was for. The trainer's
+side is `rl_staleness.integrations.vllm_http.VllmServerEngine`.
+
+``--middleware`` and not ``vllm.endpoint_plugins``: a middleware stands around every request and so
+can capture its calls, where a plugin only adds routes; it is named on the command line, by a path,
+where a plugin is loaded only if ``VLLM_PLUGINS`` names it, which shuts out all that it does not
+name. The class is a plain ASGI application: it hands requests and responses on as they are, and
+looks into neither.
+
+Every request is captured; the client finds its calls by the ``X-Request-Id`` that it sent, or by
+the ``id`` of the response. Routes, all JSON, under the server's own ``--api-key`` where it has one:
+
+GET  /staleness              ``schema``, ``boot`` (another one after a restart), versions, counts
+POST /staleness/start        ``{run, version, refit}``; ``run`` is any token of the one that drives
+POST /staleness/mark         ``{run, refit, version, mode, age}``: paused for this refit ``age``
+                             seconds ago
+POST /staleness/done         ``{run, refit, version}``
+POST /staleness/aborted      ``{run, refit}``
+GET  /staleness/cuts         ``?since=PAUSE`` or ``?refit=N&refit=M``
+GET  /staleness/calls        ``?since=PLACE&limit=N`` in the order in which requests ended, or
+                             ``?id=A&id=B``; POST ``{ids: [...]}`` where they are many
+POST /staleness/selftest     runs a call of a few tokens
+
+One run drives, any number of readers read. A message that is sent again changes nothing. The oldest
+finished calls are forgotten, see `KEPT_CALLS`. A server with several front-end processes
+(``--api-server-count``) is refused: each of them would see its own requests only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from rl_staleness.engines import captured
+from rl_staleness.integrations.vllm_journal import KEPT_CALLS, Conflict, Journal, Request
+
+__all__ = ["ROUTE", "SCHEMA", "StalenessMiddleware"]
+
+ROUTE = "/staleness"
+
+SCHEMA = 1
+"""Of the routes. A field more is no new schema."""
+
+LARGEST_BODY = 16 * 2**20
+"""Bytes of a message; the ids of a hundred thousand requests are fewer."""
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_log = logging.getLogger(__name__)
+
+
+class _Refused(Exception):
+    """A request that is answered with an error: the HTTP status and one line."""
+
+    def __init__(self, status: int, error: str) -> None:
+        super().__init__(error)
+        self.status = status
+
+
+class _Run(msgspec.Struct, forbid_unknown_fields=True):
+    """What a trainer says; each route needs some of it."""
+
+    run: str
+    refit: int
+    version: int = -1
+    mode: str = "keep"
+    age: float = 0.0
+
+
+class _Ids(msgspec.Struct, forbid_unknown_fields=True):
+    ids: list[str]
+
+
+class StalenessMiddleware:
+    """Captures the calls of a vLLM server and answers what a trainer asks about them.
+
+    Args:
+        app: the application around which it stands.
+        kept_calls: finished calls that are kept for readers.
+    """
+
+    def __init__(self, app: Any, *, kept_calls: int = KEPT_CALLS) -> None:
+        self._app = app
+        self._kept_calls = kept_calls
+        self._journal: Journal | None = None
+        self._refusal = "the server has no engine"
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, or the server's start and end."""
+        if not self._begun and "app" in scope:
+            self._begin(scope["app"])
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == ROUTE or path.startswith(ROUTE + "/"):
+            await self._serve(path[len(ROUTE) :].strip("/"), scope, receive, send)
+        elif scope["method"] == "POST" and self._journal is not None:
+            await self._capture(self._journal, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _begin(self, app: Any) -> None:
+        """Take hold of the engine, which is there before the first request is."""
+        self._begun = True
+        llm = getattr(app.state, "engine_client", None)
+        if llm is None:
+            return
+        num_front_ends = getattr(llm, "_client_count", 1)
+        if num_front_ends > 1:
+            self._refusal = (
+                f"this server has {num_front_ends} front-end processes, each of which sees its own"
+                " requests only: start it with --api-server-count 1"
+            )
+            _log.error("rl_staleness: %s", self._refusal)
+            return
+        try:
+            self._journal = Journal(llm, kept_calls=self._kept_calls)
+        except Exception as error:  # noqa: BLE001  # the server serves without us
+            self._refusal = f"its engine cannot be followed: {type(error).__name__}: {error}"
+            _log.exception("rl_staleness: %s", self._refusal)
+
+    async def _capture(self, journal: Journal, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand a request on, and keep what calls it makes."""
+        header = _header(scope, b"x-request-id")
+        request = Request([header] if header else [])
+
+        def note() -> None:
+            state = scope.get("state", {})
+            told = getattr(state.get("request_metadata"), "request_id", None)
+            begun = [call.call.rpartition("/")[0] for call in request.capture.calls]
+            new = [name for name in (told, *begun) if name and name not in request.ids]
+            request.ids.extend(dict.fromkeys(new))
+            if told or begun:
+                journal.index(request)
+
+        async def noting(message: Message) -> None:
+            # The client may ask for its calls as soon as it has the response's first byte.
+            if message["type"] == "http.response.start":
+                note()
+            await send(message)
+
+        try:
+            with captured(request.capture):
+                await self._app(scope, receive, noting)
+        finally:
+            note()
+            journal.close(request)
+
+    async def _serve(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of a trainer or a reader."""
+        try:
+            if not _is_allowed(scope):
+                raise _Refused(401, "this server wants its --api-key, as a bearer token")
+            if self._journal is None:
+                raise _Refused(501, self._refusal)
+            status, answer = 200, await self._answer(self._journal, route, scope, receive)
+        except _Refused as error:
+            status, answer = error.status, {"error": str(error)}
+        except Conflict as error:
+            status, answer = 409, {"error": str(error)}
+        except (msgspec.DecodeError, ValueError) as error:
+            status, answer = 400, {"error": str(error)}
+        except Exception as error:  # noqa: BLE001  # told to whoever asked
+            _log.warning("rl_staleness: %s", route, exc_info=True)
+            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+        if self._journal is not None:
+            answer["boot"] = self._journal.boot
+        body = msgspec.json.encode(answer)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(
+        self, journal: Journal, route: str, scope: Scope, receive: Receive
+    ) -> dict[str, Any]:
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        match scope["method"], route:
+            case "GET", "":
+                return {"what": "rl_staleness", "schema": SCHEMA, **_versions(), **journal.about()}
+            case "GET", "cuts":
+                since, refits = _number(query, "since", 0), query.get("refit", [])
+                return {"cuts": journal.cuts(since=since, refits=[int(each) for each in refits])}
+            case "GET", "calls" if "id" not in query:
+                since, limit = _number(query, "since", 0), _number(query, "limit", 1000)
+                requests, place = journal.finished(since=since, limit=limit)
+                return {"requests": requests, "next": place, "forgotten": journal.forgotten}
+            case "GET", "calls":
+                return {"found": journal.found(query["id"])}
+            case "POST", "calls":
+                ids = msgspec.json.decode(await _body(receive), type=_Ids).ids
+                return {"found": journal.found(ids)}
+            case "POST", "selftest":
+                return {"evidence": asdict(await journal.engine.selftest())}
+            case "POST", "start" | "mark" | "done" | "aborted":
+                said = msgspec.json.decode(await _body(receive), type=_Run)
+                return _take(journal, route, said)
+            case _:
+                raise _Refused(404, f"no such route: {scope['method']} {ROUTE}/{route}")
+
+
+def _take(journal: Journal, route: str, said: _Run) -> dict[str, Any]:
+    """Do what the trainer that drives the refits says."""
+    if said.refit < 0 or (said.version < 0 and route != "aborted"):
+        raise ValueError("refit, version: they are counts, not negative")
+    taken: Future[None] | None = None
+    answer: dict[str, Any] = {}
+    if route == "start":
+        taken = journal.start(said.run, version=said.version, refit=said.refit)
+    elif route == "mark":
+        answer["known"] = journal.mark(
+            said.run, said.refit, version=said.version, mode=said.mode, age=said.age
+        )
+        answer["cuts"] = journal.cuts(refits=[said.refit])
+    elif route == "done":
+        taken = journal.done(said.run, said.refit, version=said.version)
+    else:
+        taken = journal.aborted(said.run, said.refit)
+    if taken is not None and taken.done():
+        taken.result()
+    return answer
+
+
+def _versions() -> dict[str, str]:
+    return {"vllm": str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))}
+
+
+def _number(query: dict[str, list[str]], name: str, default: int) -> int:
+    value = query.get(name, [str(default)])[-1]
+    if not value.isdecimal():
+        raise ValueError(f"{name}: {value!r} is no count")
+    return int(value)
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    return next((v.decode("latin-1") for k, v in scope["headers"] if k.lower() == name), None)
+
+
+def _is_allowed(scope: Scope) -> bool:
+    """Whether a request carries the server's own key, if it has one.
+
+    The server itself asks for it under some paths only, and ours is not among them.
+    """
+    args = getattr(scope["app"].state, "args", None)
+    keys = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    keys = [key for key in ([keys] if isinstance(keys, str) else keys) if key]
+    scheme, _, said = (_header(scope, b"authorization") or "").partition(" ")
+    digest = hashlib.sha256(said.encode()).digest()
+    fits = [secrets.compare_digest(digest, hashlib.sha256(k.encode()).digest()) for k in keys]
+    return not keys or (scheme.lower() == "bearer" and any(fits))
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise _Refused(400, "the client is gone")
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > LARGEST_BODY:
+            raise _Refused(413, f"more than {LARGEST_BODY} bytes")
+    return bytes(body)
