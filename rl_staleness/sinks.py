@@ -21,7 +21,12 @@ StepObserver = Callable[[StepStaleness], None]
 
 @runtime_checkable
 class Sink(Protocol):
-    """A place that shows runs."""
+    """A place that shows runs.
+
+    It may have two methods more, which return at once too: ``attach(trace)``, told at a checkpoint
+    to attach the trace so far, and ``resume(tokens_by_age)``, told before its first step what a run
+    that goes on had trained by then.
+    """
 
     def log(self, step: StepStaleness) -> None:
         """Take a step's numbers and return at once; called in the order of the steps."""
