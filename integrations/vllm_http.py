@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -82,6 +82,7 @@ class _Answer(msgspec.Struct):
     error: str = ""
     schema: int | None = None
     known: bool = True
+    first: int = 0
     cuts: list[_Counted] = []
     found: list[list[_Request]] = []
     evidence: dict[str, Any] = {}
@@ -133,6 +134,7 @@ class VllmServerEngine:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._run = ""
+        self._first = 0  # the version that the run started from
         self._boot = ""
         self._receivers: dict[int, Callable[[Cut | None], None]] = {}
         self._marked: dict[int, float] = {}
@@ -150,7 +152,7 @@ class VllmServerEngine:
 
     def start(self, *, version: int, refit: int) -> Future[None]:
         """The run starts. A server that is still starting answers when it is there."""
-        self._run = secrets.token_hex(8)
+        self._run, self._first = secrets.token_hex(8), version
         return self._send("start", version=version, refit=refit)
 
     def mark(
@@ -159,7 +161,7 @@ class VllmServerEngine:
         """Generation was paused: say for which refit. The server has taken the cut by itself."""
         with self._lock:
             self._receivers[refit] = deliver
-        return self._send("mark", refit=refit, version=version, mode=mode)
+        return self._send("mark", refit=refit, version=version, mode=mode, first=self._first)
 
     def done(self, refit: int, *, version: int) -> Future[None]:
         """The new weights are in."""
@@ -201,20 +203,21 @@ class VllmServerEngine:
         """The calls of finished requests, request by request, in the order of their choices.
 
         Args:
-            requests: their ids: the ``X-Request-Id`` that was sent, or the ``id`` of the response.
-                With the tokens that were received by id, a request that the server has forgotten,
-                or lost in a restart, gives calls of that many tokens, of unknown version.
+            requests: their ids (one alone will do): the ``X-Request-Id`` that was sent, or the
+                ``id`` of the response. With the tokens that were received by id, a request that
+                the server has forgotten, or lost in a restart, gives calls of that many tokens, of
+                unknown version.
             timeout: seconds to wait, for the server and for calls that are still being aborted;
                 default: the engine's.
         """
-        ids = list(dict.fromkeys(requests))
+        ids = list(dict.fromkeys((requests,) if isinstance(requests, str) else requests))
+        received = cast("Tokens", requests) if isinstance(requests, Mapping) else {}
         end = time.monotonic() + (self._timeout if timeout is None else timeout)
         found = self._find(ids, end) if ids else []
         calls: dict[str, Call] = {}
         for request, of_it in zip(ids, found, strict=True):
             if not of_it:
-                tokens = requests[request] if isinstance(requests, Mapping) else ()
-                of_it = self._lose(request, tokens)
+                of_it = self._lose(request, received.get(request, ()))
             calls.update((call.call, call) for call in of_it)
         return tuple(calls.values())
 
@@ -231,7 +234,8 @@ class VllmServerEngine:
         while True:
             try:
                 body = {"ids": list(ids)}
-                found = self._server.ask("POST", "/calls", body, seconds=_left(end)).found
+                answer = self._server.ask("POST", "/calls", body, seconds=_left(end))
+                found, self._first = answer.found, self._first or answer.first
             except ServerError as error:
                 self._complain("calls", error)
                 break
@@ -265,7 +269,7 @@ class VllmServerEngine:
             Call(
                 call=f"{request}/lost{index}",
                 engine=self._name,
-                version=0,
+                version=self._first,
                 tokens=number,
                 spans=((0, number, 0, LARGEST),) if number else None,
             )

@@ -69,8 +69,10 @@ class _Run:
     """What the trainer that drives the refits has said. Lists grow together, oldest first."""
 
     token: str
-    begun: tuple[int, int] | None
-    """Version and last refit of its start; None for one that went on when this was restarted."""
+    first: int
+    """The version that it started from: the stamp of what nobody knows more of."""
+    begun: int | None
+    """Its last refit when it started; None for one that went on when this was restarted."""
     known: bool
     """The version of the weights is."""
     pauses: list[int] = field(default_factory=list[int])
@@ -132,7 +134,7 @@ class Journal:
         """Finished requests that no reader can have any more."""
         self._kept_calls = kept_calls
         self._pauses: dict[int, _Pause] = {}
-        self._num_pauses = 0
+        self._num_pauses = 0  # and starts, which have a number each as well
         self._run: _Run | None = None
         self._by_id: dict[str, dict[Request, None]] = {}
         self._closed: list[Request] = []  # answered, with calls that are still being aborted
@@ -144,14 +146,22 @@ class Journal:
     def start(self, token: str, *, version: int, refit: int) -> Future[None] | None:
         """A run starts: the engine has this version now. The run before is over."""
         run = self._run
-        if run is not None and (run.token, run.begun) == (token, (version, refit)):
+        if run is not None and (run.token, run.first, run.begun) == (token, version, refit):
             return None
-        self._run = run = _Run(token, (version, refit), known=True)
+        self._run = run = _Run(token, version, refit, known=True)
+        self._num_pauses += 1  # what began before has a number from before
         run.start(self._num_pauses, refit, version)
+        for pause in self._pauses.values():
+            pause.refit = None  # the run before had the same numbers
         return self.engine.start(version=version, refit=self._num_pauses)
 
-    def mark(self, token: str, refit: int, *, version: int, mode: str, age: float) -> bool:
+    def mark(
+        self, token: str, refit: int, *, version: int, mode: str, age: float, first: int = 0
+    ) -> bool:
         """Generation was paused for this refit, so many seconds ago.
+
+        Args:
+            first: the version that the run started from, for a server that was restarted since.
 
         Returns:
             Whether the version of the weights is known; not so right after a restart.
@@ -159,7 +169,7 @@ class Journal:
         Raises:
             Conflict: another run drives this engine.
         """
-        run = self._driver(token)
+        run = self._driver(token, first)
         if refit not in run.refits:
             self._claim(run, refit, mode, time.monotonic() - age)
             self.engine.announce(run.pauses[-1], version=version)
@@ -202,10 +212,10 @@ class Journal:
         pause = run.pauses[run.refits.index(refit)]
         return self.engine.aborted(pause) if pause == self._num_pauses and run.known else None
 
-    def _driver(self, token: str) -> _Run:
+    def _driver(self, token: str, first: int = 0) -> _Run:
         run = self._run
         if run is None:  # of a run that has seen this server restart
-            self._run = run = _Run(token, None, known=False)
+            self._run = run = _Run(token, first, None, known=False)
         if run.token != token:
             raise Conflict("another run has started on this server since")
         return run
@@ -274,11 +284,16 @@ class Journal:
 
     # What readers see.
 
+    @property
+    def first(self) -> int:
+        """The version that the run started from, 0 if there is none."""
+        return 0 if self._run is None else self._run.first
+
     def about(self) -> dict[str, Any]:
         """How this is."""
         self._settle()
         return {
-            "pauses": self._num_pauses,
+            "pause": self._num_pauses,
             "run": self._run is not None,
             "known": self._run is not None and self._run.known,
             "finished": self._num_finished,
@@ -329,7 +344,9 @@ class Journal:
             begin = run.refit_at(call.after)
         if run is None or begin is None:
             unknown = ((0, call.tokens, 0, LARGEST),) if call.tokens else None
-            return msgspec.structs.replace(record, version=0, after=None, until=None, spans=unknown)
+            return msgspec.structs.replace(
+                record, version=self.first, after=None, until=None, spans=unknown
+            )
         after = None if self._is_open(run, call.after) else begin
         until = None if self._is_open(run, call.until) else run.refit_at(call.until or 0)
         return msgspec.structs.replace(

@@ -17,8 +17,8 @@ the ``id`` of the response. Routes, all JSON, under the server's own ``--api-key
 
 GET  /staleness              ``schema``, ``boot`` (another one after a restart), versions, counts
 POST /staleness/start        ``{run, version, refit}``; ``run`` is any token of the one that drives
-POST /staleness/mark         ``{run, refit, version, mode, age}``: paused for this refit ``age``
-                             seconds ago
+POST /staleness/mark         ``{run, refit, version, mode, age, first}``: paused for this refit
+                             ``age`` seconds ago, in a run that started from version ``first``
 POST /staleness/done         ``{run, refit, version}``
 POST /staleness/aborted      ``{run, refit}``
 GET  /staleness/cuts         ``?since=PAUSE`` or ``?refit=N&refit=M``
@@ -83,6 +83,7 @@ class _Run(msgspec.Struct, forbid_unknown_fields=True):
     version: int = -1
     mode: str = "keep"
     age: float = 0.0
+    first: int = 0
 
 
 class _Ids(msgspec.Struct, forbid_unknown_fields=True):
@@ -208,10 +209,10 @@ class StalenessMiddleware:
                 requests, place = journal.finished(since=since, limit=limit)
                 return {"requests": requests, "next": place, "forgotten": journal.forgotten}
             case "GET", "calls":
-                return {"found": journal.found(query["id"])}
+                return {"found": journal.found(query["id"]), "first": journal.first}
             case "POST", "calls":
                 ids = msgspec.json.decode(await _body(receive), type=_Ids).ids
-                return {"found": journal.found(ids)}
+                return {"found": journal.found(ids), "first": journal.first}
             case "POST", "selftest":
                 return {"evidence": asdict(await journal.engine.selftest())}
             case "POST", "start" | "mark" | "done" | "aborted":
@@ -223,7 +224,7 @@ class StalenessMiddleware:
 
 def _take(journal: Journal, route: str, said: _Run) -> dict[str, Any]:
     """Do what the trainer that drives the refits says."""
-    if said.refit < 0 or (said.version < 0 and route != "aborted"):
+    if min(said.refit, said.first) < 0 or (said.version < 0 and route != "aborted"):
         raise ValueError("refit, version: they are counts, not negative")
     taken: Future[None] | None = None
     answer: dict[str, Any] = {}
@@ -231,7 +232,12 @@ def _take(journal: Journal, route: str, said: _Run) -> dict[str, Any]:
         taken = journal.start(said.run, version=said.version, refit=said.refit)
     elif route == "mark":
         answer["known"] = journal.mark(
-            said.run, said.refit, version=said.version, mode=said.mode, age=said.age
+            said.run,
+            said.refit,
+            version=said.version,
+            mode=said.mode,
+            age=said.age,
+            first=said.first,
         )
         answer["cuts"] = journal.cuts(refits=[said.refit])
     elif route == "done":

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,15 @@ class ServedOverHttp:
         for name, value in arguments.items():
             option = "--" + name.replace("_", "-")
             command += [option] if value is True else [option, str(value)]
+        self._command = command
         self._log = model.parent / f"server-{self.port}.log"
+        self._start()
+
+    def _start(self) -> None:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command,
+                self._command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # its workers end with it, by the group's id
@@ -83,6 +87,13 @@ class ServedOverHttp:
         log = self._log.read_text()
         self.stop()
         raise RuntimeError(f"the server does not serve:\n{log[-4000:]}")
+
+    def restart(self) -> None:
+        """End it and start it again, with the weights of version 0."""
+        self.stop()
+        self.version = 0
+        self._start()
+        self.wait()
 
     def log(self) -> str:
         """What it wrote so far."""
@@ -167,12 +178,17 @@ class HttpRun:
             return await response.json()
 
     async def stream(
-        self, path: str, body: Any, *, request: str | None = None, most: int = 1 << 30
-    ) -> tuple[str, list[list[int]]]:
-        """Read a stream to its end, or hang up after so many tokens; the id and the tokens."""
+        self,
+        path: str,
+        body: Any,
+        received: list[list[int]],
+        *,
+        request: str | None = None,
+        most: int = 1 << 30,
+    ) -> str:
+        """Read a stream to its end, or hang up after so many tokens; its id."""
         assert self._session is not None
         headers = {} if request is None else {"X-Request-Id": request}
-        received: list[list[int]] = [[] for _ in range(body.get("n", 1))]
         name = ""
         async with self._session.post(
             path, json={**body, "stream": True}, headers=headers
@@ -187,7 +203,28 @@ class HttpRun:
                     received[choice["index"]] += choice.get("token_ids") or []
                 if sum(map(len, received)) >= most:
                     break
-        return name, received
+        return name
+
+    @contextlib.asynccontextmanager
+    async def pilot(self) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+        """A long stream, to say when calls like it have so many tokens more; then it hangs up."""
+        request, received, seen = self.next_request(), [[]], 0
+        body = self.body(3500)
+        reading = asyncio.create_task(
+            self.stream("/v1/completions", body, received, request=request)
+        )
+
+        async def reached(tokens: int) -> None:
+            nonlocal seen
+            while len(received[0]) < seen + tokens and not reading.done():
+                await asyncio.sleep(0.01)
+            seen = len(received[0])
+
+        await reached(1)
+        yield reached
+        reading.cancel()
+        await asyncio.wait([reading])
+        await self.publish(request, received)
 
     def body(self, tokens: int = 200, **more: Any) -> dict[str, Any]:
         """A completion of so many tokens."""
