@@ -116,9 +116,7 @@ class AsyncGRPOTrainer:
 
     async def train(self, steps: int) -> None:
         for callback in self.callbacks:
-            with callback.group("warm-up"):  # staleness: the run starts
-                first = [engine.rollout.remote(new_prompt(), 1) for engine in self.engines.values()]
-                await asyncio.gather(*first)
+            await callback.astart()  # staleness: before the first rollout
         size = self.groups_per_step // self.updates_per_step
         try:
             for step in range(1, steps + 1):
