@@ -156,6 +156,7 @@ class StalenessCallback:
         self._step_lock = threading.RLock()  # sinks hear of steps in their order
         self._started = self._closed = False
         self._told: list[Answer] = []
+        self._numbers: StepStaleness | None = None
         self._names = itertools.count(1)
         self._pauses = Pauses(
             self._record,
@@ -186,6 +187,18 @@ class StalenessCallback:
     def silent_engines(self) -> frozenset[str]:
         """Engines that did not answer in time, and have not answered since."""
         return frozenset(self._guard.silent)
+
+    def metrics(self, step: int | None = None) -> dict[str, float]:
+        """The scalars of a step for a trainer that logs by itself, beside ``sinks=[]``.
+
+        Args:
+            step: its number; default the last one. Of another one, or one without numbers, there
+                are none: the dict is empty, and never a reason for the trainer to fail.
+        """
+        numbers = self._numbers
+        if numbers is None or step not in (None, numbers.step):
+            return {}
+        return numbers.metrics()
 
     def age(self, group: Group | str) -> StepStaleness:
         """How old a waiting group is: what a step that trained it alone now would report."""
@@ -358,7 +371,8 @@ class StalenessCallback:
         except Exception as error:  # noqa: BLE001  # raised below, where the step is counted
             told = error
         with self._step_lock, self._guard("on_step"):
-            numbers = self._count_step(told, step, version, made)
+            numbers = self._numbers = None
+            numbers = self._numbers = self._count_step(told, step, version, made)
             if numbers is not None:
                 self._notify(numbers)
             return numbers

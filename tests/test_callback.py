@@ -1044,3 +1044,17 @@ def test_an_engine_needs_a_name(path: Path, name: Any) -> None:
     engine = FakeEngine(name)
     with pytest.raises(ValueError, match=r"^engines: "):
         StalenessCallback(trace=path, engines=[engine])
+
+
+def test_metrics_are_those_of_the_last_step(path: Path) -> None:
+    """For a trainer that logs by itself: scalars of the step, none where it has none."""
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        assert staleness.metrics() == {}
+        staleness.on_publish("g", calls=[call("a", 50, 0, 0)])
+        numbers = staleness.on_step(["g"])
+        assert numbers is not None
+        assert staleness.metrics() == staleness.metrics(1) == numbers.metrics()
+        assert staleness.metrics()["staleness/tokens"] == 50
+        assert staleness.metrics(2) == {}
+        staleness.on_step(["g"], step="two")  # type: ignore[arg-type]  # refused
+        assert staleness.metrics() == {}
