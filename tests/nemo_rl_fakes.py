@@ -753,3 +753,43 @@ class RayController(SingleControllerActor):
         await self.train_step(1)
         self._logger.finish()
         return [await handle.heard.remote() for handle in self._handles]
+
+
+class LocalActor:
+    """The controller's class as Ray decorates it, in this process: for a launcher's ``remote``."""
+
+    def __init__(self, controller: SingleControllerActor, loop: LoopThread) -> None:
+        self._controller = controller
+        self._loop = loop
+
+    @classmethod
+    def remote(cls, **options: Any) -> LocalActor:
+        loop = LoopThread()
+        group = RayWorkerGroup([VllmAsyncGenerationWorker(AsyncLLM(), loop.loop)])
+        return cls(SingleControllerActor(workers=group), loop)
+
+    @property
+    def __ray_call__(self) -> Any:
+        def remote(fn: Callable[..., Any], *args: Any) -> ObjectRef:
+            future: Future[Any] = Future()
+            future.set_result(fn(self._controller, *args))
+            return ObjectRef(future)
+
+        method = type("Method", (), {})()
+        method.remote = remote
+        return method
+
+    def run(self) -> None:
+        controller = self._controller
+        record = PromptGroupRecord([], [Completion([{"role": "assistant", "token_ids": [1] * 7}])])
+
+        async def work() -> None:
+            await controller._sync_weights()
+            group = controller._buffer.reserve(weight_version=0)
+            await controller._buffer.commit(group, record, 0, 0)
+            await controller.train_step(1)
+            controller._logger.finish()
+
+        asyncio.run(work())
+        controller._gen.worker_group.stop()
+        self._loop.stop()

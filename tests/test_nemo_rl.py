@@ -12,8 +12,11 @@ import inspect
 import logging
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -362,12 +365,13 @@ def test_a_capture_of_twenty_turns_on_a_real_engine(served: Served, tmp_path: Pa
         asyncio.run_coroutine_threadsafe(moving, served.loop).result(60)
 
     controller._weight_synchronizer.during = weights
-    truth: list[int] = []
+    begin = served.version
+    truth: dict[int, list[int]] = {}
 
     async def turn(number: int, parent: str | None) -> dict[str, Any]:
         active = capture.begin_call(CaptureAdmission("rollout", f"call{number}", parent))
         output = (await served.sample(f"turn{number}-{tmp_path.name}", 8 + number)).outputs[0]
-        truth.extend(versions_of(list(output.token_ids)))
+        truth[number] = versions_of(list(output.token_ids), begin)
         return capture.complete_call(
             active,
             prompt_token_ids=[1, 2, 3],
@@ -393,7 +397,7 @@ def test_a_capture_of_twenty_turns_on_a_real_engine(served: Served, tmp_path: Pa
         await controller._sync_weights()
         running = asyncio.create_task(rollout())
         for number in range(3):  # steps, and with them refits, while the turns go on
-            while len(capture.staged) < 5 * (number + 1):
+            while len(capture.staged) < 5 * (number + 1) and not running.done():
                 await asyncio.sleep(0.001)
             record = await asyncio.create_task(turn(100 + number, None))
             await publish(f"other{number}", [record])
@@ -405,22 +409,19 @@ def test_a_capture_of_twenty_turns_on_a_real_engine(served: Served, tmp_path: Pa
         await asyncio.to_thread(attachment.close)
         return manifest
 
-    begin = served.version
     try:
         manifest = served.run(work())
     finally:
         group.stop()
     last = told[-1]
-    assert len(manifest) == 20
+    assert [record["model_call_id"] for record in manifest] == [f"call{n}" for n in range(20)]
     assert last.tokens == sum(8 + number for number in range(20)) == 350
-    others = dict.fromkeys(range(begin, begin + 4), 0)
-    for step in told[:-1]:
-        for version, count in step.tokens_by_version.items():
-            others[version] += count
-    counted = {v: last.tokens_by_version.get(v, 0) + others[v] for v in others}
-    assert counted == {v: truth.count(v) for v in others}
+    assert last.tokens_by_version == Counter(v for n in range(20) for v in truth[n])
     assert len(last.tokens_by_version) > 1, "refits came while it ran"
-    assert (last.coverage, last.violations, last.age_lo) == (1.0, 0, last.age_hi)
+    assert (last.coverage, last.violations) == (1.0, 0)
+    assert last.age_lo == last.batch_age == last.age_hi
+    for number, step in enumerate(told[:-1]):
+        assert step.tokens_by_version == Counter(truth[100 + number])
     assert "add_request" not in vars(served.llm)
     assert "begin_call" not in vars(capture)
 
@@ -1032,3 +1033,59 @@ def test_in_actors_of_ray(cluster: Any, tmp_path: Path) -> None:
     # The first time nobody had asked anything of the engines: there was nothing to pause.
     assert heard == [["mark", "done", "pause keep False", "mark", "done", "resume"]] * 2
     assert [e.status for e in read(trace) if isinstance(e, RunFinished)] == ["finished"]
+
+
+def test_the_script_for_a_machine_with_gpus(tmp_path: Path) -> None:
+    """It runs NeMo RL's launcher, unchanged, and reads the trace: here with stand-ins for both."""
+    checkout, programs, work = (tmp_path / name for name in ("RL", "bin", "work"))
+    for folder in (checkout / "examples", checkout / "nemo_rl" / "algorithms", programs, work):
+        folder.mkdir(parents=True)
+    launcher = """
+        import sys
+        from nemo_rl.algorithms.single_controller import SingleControllerActor
+        def main():
+            assert "grpo.max_num_steps=8" in sys.argv, sys.argv
+            controller = SingleControllerActor.remote(master_config=None)
+            controller.run()
+    """
+    actor = """
+        from tests.nemo_rl_fakes import LocalActor as SingleControllerActor
+    """
+    uv = f"""
+        #!/bin/sh
+        case "$1" in
+        run) shift 4; exec {sys.executable} "$@" ;;
+        pip) test -d "$7" && test -f "$8/setup.cfg" ;;
+        esac
+    """
+    run = checkout / "examples" / "run_grpo_single_controller.py"
+    run.write_text(textwrap.dedent(launcher))
+    algorithms = checkout / "nemo_rl" / "algorithms"
+    (algorithms / "single_controller.py").write_text(textwrap.dedent(actor))
+    (programs / "uv").write_text(textwrap.dedent(uv).lstrip())
+    (programs / "uv").chmod(0o755)
+    root = Path(__file__).parents[1]
+    paths = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(root)}
+
+    done = subprocess.run(
+        [sys.executable, str(root / "examples" / "nemo_rl_gpu.py"), str(checkout)],
+        cwd=work,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    [step] = list(steps(work / "rollout_trace.jsonl"))
+    assert (step.tokens, step.violations) == (7, 0)
+    assert "batch_age" in done.stdout or "age" in done.stdout
+    for arguments in ([], [str(tmp_path)]):
+        wrong = subprocess.run(
+            [sys.executable, str(root / "examples" / "nemo_rl_gpu.py"), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert wrong.returncode == 2
+        assert len(wrong.stderr.splitlines()) == 1
