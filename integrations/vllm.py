@@ -271,7 +271,7 @@ class VllmEngine:
             self._doubt_labels()  # of calls that a run before has begun
             self._label_first()
 
-        return self._submit(work)
+        return self.submit(work)
 
     def mark(
         self, refit: int, *, version: int | None, mode: str, deliver: Callable[[Cut | None], None]
@@ -285,7 +285,7 @@ class VllmEngine:
         self._marker_reached = False
         self._labels.of_trainer, self._labels.believed = None, False
         pending = _PendingCut(deliver)
-        return self._submit(partial(self._take_cut, refit, pending), partial(pending.finish, None))
+        return self.submit(partial(self._take_cut, refit, pending), partial(pending.finish, None))
 
     def announce(self, refit: int, *, version: int) -> None:
         """Say, on the engine's own thread, which version a marked refit moves the engine to."""
@@ -306,14 +306,14 @@ class VllmEngine:
                 self._forget_numbers()
             self._label(refit, label)
 
-        return self._submit(work)
+        return self.submit(work)
 
     def aborted(self, refit: int) -> Future[None]:
         """The refit failed: weights and label are those from before."""
         self._open = False
         self._labels.believed, self._labels.of_trainer = False, None
         self._adapters = {k: loaded for k, loaded in self._adapters.items() if loaded[0] != refit}
-        return self._submit(partial(self._label, refit, self._labels.current or str(self._version)))
+        return self.submit(partial(self._label, refit, self._labels.current or str(self._version)))
 
     def detach(self) -> None:
         """Give vLLM its methods back; do nothing the second time."""
@@ -810,7 +810,7 @@ class VllmEngine:
         handler: asyncio.Task[None] | None = getattr(self._front, "output_handler", None)
         return self._loop if handler is None or self._missing else handler.get_loop()
 
-    def _submit(
+    def submit(
         self, work: Callable[[], None], failed: Callable[[], object] = lambda: None
     ) -> Future[None]:
         """Do work on the engine's own loop, at once where this is it, else as the next thing there.

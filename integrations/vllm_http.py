@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -42,7 +42,7 @@ import msgspec
 from rl_staleness.engines import Cut
 from rl_staleness.events import LARGEST, Call
 
-__all__ = ["ServerError", "VllmServerEngine"]
+__all__ = ["Answer", "ServerError", "Transport", "VllmServerEngine", "understood"]
 
 MIDDLEWARE = "rl_staleness.integrations.vllm_server.StalenessMiddleware"
 
@@ -65,17 +65,17 @@ class ServerError(RuntimeError):
     """What a server answered that will not get better by asking again."""
 
 
-class _Request(msgspec.Struct):
+class Found(msgspec.Struct):
     running: int
     calls: tuple[Call, ...]
 
 
-class _Counted(msgspec.Struct):
+class Counted(msgspec.Struct):
     refit: int | None
     cut: Cut | None
 
 
-class _Answer(msgspec.Struct):
+class Answer(msgspec.Struct):
     """Whatever any route says."""
 
     boot: str = ""
@@ -83,8 +83,8 @@ class _Answer(msgspec.Struct):
     schema: int | None = None
     known: bool = True
     first: int = 0
-    cuts: list[_Counted] = []
-    found: list[list[_Request]] = []
+    cuts: list[Counted] = []
+    found: list[list[Found]] = []
     evidence: dict[str, Any] = {}
 
 
@@ -99,11 +99,51 @@ class _Operation:
     taken: Future[None] = field(default_factory=Future[None])
 
 
+class Transport(Protocol):
+    """What carries messages to an engine's journal. From any thread."""
+
+    url: str
+    """What messages call it."""
+
+    def ask(self, method: str, path: str, body: bytes | None, *, seconds: float) -> Answer:
+        """Send a message, one that may come twice, as all of these may, and read the answer.
+
+        Raises:
+            ServerError: what was refused, or has no such route.
+            OSError, HTTPException: it cannot be reached, or did not answer in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close what is idle."""
+        ...
+
+
+def understood(url: str, path: str, status: int, said: bytes, *, missing: str) -> Answer:
+    """Read what an engine's journal answered, see `Transport.ask`.
+
+    Args:
+        missing: the way out where there is no journal.
+    """
+    try:
+        answer = msgspec.json.decode(said, type=Answer)
+    except msgspec.DecodeError:
+        answer = Answer()
+    if status == 200 and answer.boot:
+        return answer
+    if status in (200, 404, 405) and not answer.boot:
+        raise ServerError(f"{url}: the server has no such route: {missing}")
+    if status in (502, 503, 504):  # something in front of it
+        raise http.client.HTTPException(f"status {status}")
+    raise ServerError(f"{url}{path}: {answer.error or 'refused'} ({status})")
+
+
 class VllmServerEngine:
     """A vLLM server with the middleware, as the callback sees it.
 
     Args:
-        url: of the server, ``http`` or ``https``; a ``/v1`` at its end is left out.
+        url: of the server, ``http`` or ``https``; a ``/v1`` at its end is left out. Or what carries
+            messages to an engine elsewhere, see `rl_staleness.integrations.vllm_plugin`.
         name: unique in the run.
         api_key: the server's own, where it has one.
         timeout: seconds after which a message is given up. The callback waits for less, see there.
@@ -115,7 +155,7 @@ class VllmServerEngine:
 
     def __init__(
         self,
-        url: str,
+        url: str | Transport,
         *,
         name: str = "engine",
         api_key: str | None = None,
@@ -127,7 +167,7 @@ class VllmServerEngine:
         if not timeout > 0:
             raise ValueError(f"timeout: {timeout!r} is no time; pass seconds, more than none")
         self._name = name
-        self._server = _Server(url, api_key)
+        self._server = _Server(url, api_key) if isinstance(url, str) else url
         self._timeout, self._patience = timeout, patience
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
@@ -189,7 +229,7 @@ class VllmServerEngine:
         """
         try:
             answer = await asyncio.to_thread(
-                self._server.ask, "POST", "/selftest", {}, seconds=timeout
+                self._server.ask, "POST", "/selftest", b"", seconds=timeout
             )
             return answer.evidence
         except (ServerError, OSError, http.client.HTTPException) as error:
@@ -211,7 +251,9 @@ class VllmServerEngine:
                 default: the engine's.
         """
         ids = list(dict.fromkeys((requests,) if isinstance(requests, str) else requests))
-        received = cast("Tokens", requests) if isinstance(requests, Mapping) else {}
+        received: Tokens = {}
+        if isinstance(requests, Mapping):
+            received = cast("Tokens", requests)
         end = time.monotonic() + (self._timeout if timeout is None else timeout)
         found = self._find(ids, end) if ids else []
         calls: dict[str, Call] = {}
@@ -230,10 +272,10 @@ class VllmServerEngine:
     def _find(self, ids: Sequence[str], end: float) -> list[list[Call]]:
         """The calls of each request; none of one that is not there, or does not end in time."""
         interval = FIRST_SECONDS
-        found: list[list[_Request]] = [[] for _ in ids]
+        found: list[list[Found]] = [[] for _ in ids]
         while True:
             try:
-                body = {"ids": list(ids)}
+                body = msgspec.json.encode({"ids": ids})
                 answer = self._server.ask("POST", "/calls", body, seconds=_left(end))
                 found, self._first = answer.found, self._first or answer.first
             except ServerError as error:
@@ -320,7 +362,8 @@ class VllmServerEngine:
             if operation.route == "mark":
                 body["age"] = time.monotonic() - operation.called
             try:
-                answer = self._server.ask("POST", f"/{operation.route}", body, seconds=_left(end))
+                said = msgspec.json.encode(body)
+                answer = self._server.ask("POST", f"/{operation.route}", said, seconds=_left(end))
                 break
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() + interval >= end or self._stopped.wait(interval):
@@ -350,7 +393,7 @@ class VllmServerEngine:
     def _ask_for_counts(self) -> None:
         refits = "&".join(f"refit={refit}" for refit in self._marked)
         try:
-            answer = self._server.ask("GET", f"/cuts?{refits}", seconds=ATTEMPT_SECONDS)
+            answer = self._server.ask("GET", f"/cuts?{refits}", None, seconds=ATTEMPT_SECONDS)
             self._note_boot(answer.boot, begun=False)
             self._take(answer)
         except (ServerError, OSError, http.client.HTTPException) as error:
@@ -359,7 +402,7 @@ class VllmServerEngine:
             if time.monotonic() > end:
                 self._deliver(refit, None)
 
-    def _take(self, answer: _Answer) -> None:
+    def _take(self, answer: Answer) -> None:
         for counted in answer.cuts:
             if counted.refit in self._marked:
                 self._deliver(counted.refit, counted.cut)
@@ -398,34 +441,18 @@ class _Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._idle: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue(IDLE)
 
-    def ask(self, method: str, path: str, body: object = None, *, seconds: float) -> _Answer:
-        """Send one request and read the answer; one that may come twice, as all of these may.
-
-        Raises:
-            ServerError: what the server refused, or is not there to be asked.
-            OSError, HTTPException: it cannot be reached, or did not answer in time.
-        """
-        sent = None if body is None else msgspec.json.encode(body)
+    def ask(self, method: str, path: str, body: bytes | None, *, seconds: float) -> Answer:
+        """Send one request and read the answer, see `Transport`."""
         try:
-            status, said = self._exchange(self._idle.get_nowait(), method, path, sent, seconds)
+            status, said = self._exchange(self._idle.get_nowait(), method, path, body, seconds)
         except (queue.Empty, OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError):
                 raise
             # It may have been closed since it was used last.
-            status, said = self._exchange(self._connection(), method, path, sent, seconds)
-        try:
-            answer = msgspec.json.decode(said, type=_Answer)
-        except msgspec.DecodeError:
-            answer = _Answer()
-        if status == 200 and answer.boot:
-            return answer
-        if status in (200, 404, 405) and not answer.boot:
-            raise ServerError(
-                f"{self.url}: the server has no such route: start it with --middleware {MIDDLEWARE}"
-            )
-        if status in (502, 503, 504):  # something in front of it
-            raise http.client.HTTPException(f"status {status}")
-        raise ServerError(f"{self.url}{path}: {answer.error or 'refused'} ({status})")
+            status, said = self._exchange(self._connection(), method, path, body, seconds)
+        return understood(
+            self.url, path, status, said, missing=f"start it with --middleware {MIDDLEWARE}"
+        )
 
     def close(self) -> None:
         """Close what is idle."""

@@ -30,7 +30,7 @@ from rl_staleness.engines import Capture, Cut, LiveCall
 from rl_staleness.events import LARGEST, Call
 from rl_staleness.integrations.vllm import VllmEngine
 
-__all__ = ["Conflict", "Journal", "KEPT_CALLS", "Request"]
+__all__ = ["Conflict", "Journal", "KEPT_CALLS", "Request", "refusal"]
 
 KEPT_CALLS = 32_768
 """Finished calls that are kept for readers, some 20 MB; the oldest requests are forgotten first."""
@@ -40,6 +40,17 @@ KEPT_CUTS = 64
 
 KEPT_REFITS = 4096
 """Refits of a run that are kept: of a call that began before the oldest no version is known."""
+
+
+def refusal(llm: Any) -> str | None:
+    """Why a front end is not followed, if it is not, and the way out."""
+    number = getattr(llm, "_client_count", 1)
+    if number == 1:
+        return None
+    return (
+        f"this server has {number} front-end processes, each of which sees its own requests only:"
+        " start it with --api-server-count 1"
+    )
 
 
 class Conflict(ValueError):
@@ -139,7 +150,7 @@ class Journal:
         self._by_id: dict[str, dict[Request, None]] = {}
         self._closed: list[Request] = []  # answered, with calls that are still being aborted
         self._finished: dict[int, Request] = {}
-        self._num_finished = self._num_calls = 0
+        self._num_finished = self._num_calls = self._num_running = 0
 
     # What the trainer that drives the refits says. Each may be said again, which changes nothing.
 
@@ -257,10 +268,11 @@ class Journal:
             self._forget(request)
             return
         self._closed.append(request)
-        self._settle()
+        if len(self._closed) > 2 * self._num_running + 64:
+            self._settle()
 
     def _settle(self) -> None:
-        """Keep what has ended for its readers, up to the limit."""
+        """Keep what has ended for its readers, up to the limit; looked at now and then."""
         closed, self._closed = self._closed, []
         for request in closed:
             if request.running:
@@ -269,6 +281,7 @@ class Journal:
             self._num_finished += 1
             self._finished[self._num_finished] = request
             self._num_calls += len(request.capture.calls)
+        self._num_running = len(self._closed)
         while self._num_calls > self._kept_calls and self._finished:
             request = self._finished.pop(next(iter(self._finished)))
             self._num_calls -= len(request.capture.calls)
@@ -326,8 +339,22 @@ class Journal:
         return entries, places[-1] if places else max(since, first - 1)
 
     def found(self, ids: Iterable[str]) -> list[list[dict[str, Any]]]:
-        """The requests of each id, in the order in which they came; none that is not known."""
-        return [[self._entry(request) for request in self._by_id.get(each, ())] for each in ids]
+        """The requests of each id, in the order in which they came; none that is not known.
+
+        Where a run gives an id that one before it gave too, its own are meant.
+        """
+        of_ids = [list(self._by_id.get(each, ())) for each in ids]
+        return [
+            [self._entry(each) for each in [r for r in of_id if self._is_of_run(r)] or of_id]
+            for of_id in of_ids
+        ]
+
+    def _is_of_run(self, request: Request) -> bool:
+        run = self._run
+        return run is not None and any(
+            call.after is not None and run.refit_at(call.after) is not None
+            for call in request.capture.calls
+        )
 
     def _entry(self, request: Request) -> dict[str, Any]:
         return {

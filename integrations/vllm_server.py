@@ -37,24 +37,19 @@ import hashlib
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Awaitable, Callable, MutableMapping
-from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
 from rl_staleness.engines import captured
-from rl_staleness.integrations.vllm_journal import KEPT_CALLS, Conflict, Journal, Request
+from rl_staleness.integrations.vllm_journal import KEPT_CALLS, Journal, Request, refusal
+from rl_staleness.integrations.vllm_routes import respond
 
-__all__ = ["ROUTE", "SCHEMA", "StalenessMiddleware"]
+__all__ = ["ROUTE", "StalenessMiddleware"]
 
 ROUTE = "/staleness"
-
-SCHEMA = 1
-"""Of the routes. A field more is no new schema."""
 
 LARGEST_BODY = 16 * 2**20
 """Bytes of a message; the ids of a hundred thousand requests are fewer."""
@@ -73,21 +68,6 @@ class _Refused(Exception):
     def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
         self.status = status
-
-
-class _Run(msgspec.Struct, forbid_unknown_fields=True):
-    """What a trainer says; each route needs some of it."""
-
-    run: str
-    refit: int
-    version: int = -1
-    mode: str = "keep"
-    age: float = 0.0
-    first: int = 0
-
-
-class _Ids(msgspec.Struct, forbid_unknown_fields=True):
-    ids: list[str]
 
 
 class StalenessMiddleware:
@@ -126,13 +106,10 @@ class StalenessMiddleware:
         llm = getattr(app.state, "engine_client", None)
         if llm is None:
             return
-        num_front_ends = getattr(llm, "_client_count", 1)
-        if num_front_ends > 1:
-            self._refusal = (
-                f"this server has {num_front_ends} front-end processes, each of which sees its own"
-                " requests only: start it with --api-server-count 1"
-            )
-            _log.error("rl_staleness: %s", self._refusal)
+        refused = refusal(llm)
+        if refused is not None:
+            self._refusal = refused
+            _log.error("rl_staleness: %s", refused)
             return
         try:
             self._journal = Journal(llm, kept_calls=self._kept_calls)
@@ -174,90 +151,25 @@ class StalenessMiddleware:
                 raise _Refused(401, "this server wants its --api-key, as a bearer token")
             if self._journal is None:
                 raise _Refused(501, self._refusal)
-            status, answer = 200, await self._answer(self._journal, route, scope, receive)
+            said = await _body(receive)
+            if (scope["method"], route) == ("POST", "selftest"):
+                evidence = asdict(await self._journal.engine.selftest())
+                answer = {"boot": self._journal.boot, "evidence": evidence}
+                status, body = 200, msgspec.json.encode(answer)
+            else:
+                query = scope.get("query_string", b"").decode("latin-1")
+                status, body = respond(
+                    self._journal, scope["method"], route, query=query, body=said
+                )
         except _Refused as error:
-            status, answer = error.status, {"error": str(error)}
-        except Conflict as error:
-            status, answer = 409, {"error": str(error)}
-        except (msgspec.DecodeError, ValueError) as error:
-            status, answer = 400, {"error": str(error)}
-        except Exception as error:  # noqa: BLE001  # told to whoever asked
-            _log.warning("rl_staleness: %s", route, exc_info=True)
-            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
-        if self._journal is not None:
-            answer["boot"] = self._journal.boot
-        body = msgspec.json.encode(answer)
+            answer = {"boot": getattr(self._journal, "boot", ""), "error": str(error)}
+            status, body = error.status, msgspec.json.encode(answer)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
         ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-    async def _answer(
-        self, journal: Journal, route: str, scope: Scope, receive: Receive
-    ) -> dict[str, Any]:
-        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
-        match scope["method"], route:
-            case "GET", "":
-                return {"what": "rl_staleness", "schema": SCHEMA, **_versions(), **journal.about()}
-            case "GET", "cuts":
-                since, refits = _number(query, "since", 0), query.get("refit", [])
-                return {"cuts": journal.cuts(since=since, refits=[int(each) for each in refits])}
-            case "GET", "calls" if "id" not in query:
-                since, limit = _number(query, "since", 0), _number(query, "limit", 1000)
-                requests, place = journal.finished(since=since, limit=limit)
-                return {"requests": requests, "next": place, "forgotten": journal.forgotten}
-            case "GET", "calls":
-                return {"found": journal.found(query["id"]), "first": journal.first}
-            case "POST", "calls":
-                ids = msgspec.json.decode(await _body(receive), type=_Ids).ids
-                return {"found": journal.found(ids), "first": journal.first}
-            case "POST", "selftest":
-                return {"evidence": asdict(await journal.engine.selftest())}
-            case "POST", "start" | "mark" | "done" | "aborted":
-                said = msgspec.json.decode(await _body(receive), type=_Run)
-                return _take(journal, route, said)
-            case _:
-                raise _Refused(404, f"no such route: {scope['method']} {ROUTE}/{route}")
-
-
-def _take(journal: Journal, route: str, said: _Run) -> dict[str, Any]:
-    """Do what the trainer that drives the refits says."""
-    if min(said.refit, said.first) < 0 or (said.version < 0 and route != "aborted"):
-        raise ValueError("refit, version: they are counts, not negative")
-    taken: Future[None] | None = None
-    answer: dict[str, Any] = {}
-    if route == "start":
-        taken = journal.start(said.run, version=said.version, refit=said.refit)
-    elif route == "mark":
-        answer["known"] = journal.mark(
-            said.run,
-            said.refit,
-            version=said.version,
-            mode=said.mode,
-            age=said.age,
-            first=said.first,
-        )
-        answer["cuts"] = journal.cuts(refits=[said.refit])
-    elif route == "done":
-        taken = journal.done(said.run, said.refit, version=said.version)
-    else:
-        taken = journal.aborted(said.run, said.refit)
-    if taken is not None and taken.done():
-        taken.result()
-    return answer
-
-
-def _versions() -> dict[str, str]:
-    return {"vllm": str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))}
-
-
-def _number(query: dict[str, list[str]], name: str, default: int) -> int:
-    value = query.get(name, [str(default)])[-1]
-    if not value.isdecimal():
-        raise ValueError(f"{name}: {value!r} is no count")
-    return int(value)
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -277,6 +277,16 @@ def test_two_readers_and_one_driver(place: Place) -> None:
     reader.detach()
 
 
+def test_ids_that_a_run_before_gave_too(place: Place) -> None:
+    """A run that is started anew on the same server means its own requests."""
+    for tokens in (10, 20):
+        place.engine.start(version=0, refit=0).result(5)
+        place.call(f"a{tokens}", tokens, header="same")
+        assert [call.tokens for call in place.engine.calls("same")] == [tokens]
+    place.engine.start(version=0, refit=0).result(5)
+    assert [call.tokens for call in place.engine.calls("same")] == [10, 20]
+
+
 def test_calls_of_before_the_run(place: Place) -> None:
     """Nobody knows their version, and their tokens are counted."""
     place.call("a", 10)
@@ -362,6 +372,7 @@ def test_the_oldest_calls_are_forgotten(place: Place) -> None:
     }
     journal = place.server.app._journal
     assert len(journal._by_id) == 5 * 2
+    assert journal._closed == []
     seen = place.get("/calls?since=0")
     assert (len(seen["requests"]), seen["next"], seen["forgotten"]) == (5, 12, 7)
     (lost,) = place.engine.calls({"h3": 10})

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -154,7 +155,7 @@ class HttpRun:
         self.first = served.version
         self.made: list[tuple[str, tuple[Call, ...], list[list[int]]]] = []
         """Published groups, their calls, and the tokens that the client got of each."""
-        self._sent = 0
+        self._name, self._sent = secrets.token_hex(4), 0
         self._session: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
@@ -241,7 +242,7 @@ class HttpRun:
     def next_request(self) -> str:
         """A name for a request."""
         self._sent += 1
-        return f"{self.staleness.step}-{self._sent}-{id(self):x}"
+        return f"{self._name}-{self._sent}"
 
     async def rollout(self, tokens: int = 200, **more: Any) -> None:
         """Generate and publish one group of one request."""
