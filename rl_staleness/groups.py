@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import msgspec
 
-from rl_staleness.events import Call, GroupDropped, GroupPublished, Mask, Spans
+from rl_staleness.events import Call, GroupDropped, GroupPublished, Mask
 from rl_staleness.listings import Counts, Listing
 from rl_staleness.ranges import Segment, within
 from rl_staleness.refits import Finding, Refits
@@ -23,21 +23,20 @@ Find = Callable[[str, str, str, str], None]
 _Versions = tuple[int, int]
 """(oldest, newest) that may have sampled a token; it counts under the oldest."""
 
-_Key = tuple[Spans | None, Mask | None, str, int, int | None, int | None]
+_Key = tuple[Mask | None, str, int, int | None, int | None]
 
-_KIND: Callable[[Call], _Key] = attrgetter(
-    "spans", "trained", "engine", "version", "after", "until"
-)
+_KIND: Callable[[Call], _Key] = attrgetter("trained", "engine", "version", "after", "until")
 """What calls that began and ended alike have in common."""
 
 
 class _Shift:
     """Calls of a kind that one cut lists: their tokens before the count, and since."""
 
-    __slots__ = ("before", "is_span", "newest", "num_before", "num_since", "since")
+    __slots__ = ("before", "is_span", "newest", "num_before", "num_since", "since", "sole")
 
     def __init__(self, before: _Versions, since: _Versions) -> None:
         self.before, self.since = before, since
+        self.sole = (_sole(before), _sole(since))
         self.num_before = self.num_since = 0
         self.newest = max(before[0], since[0])
         self.is_span = before[0] != since[0]
@@ -46,17 +45,24 @@ class _Shift:
 class _Kind:
     """Calls of the step that began and ended alike."""
 
-    __slots__ = ("listed", "newest", "num_tokens", "refits", "shifts", "versions")
+    __slots__ = ("listed", "newest", "num_tokens", "refits", "shifts", "sole", "versions")
 
     def __init__(self, refits: Refits, versions: _Versions | None) -> None:
         self.refits = refits
         self.listed = refits.calls.listed
         self.versions = versions
         """Of those that no cut lists; None: each is looked at by itself."""
+        self.sole = -1 if versions is None else _sole(versions)
         self.newest = -1 if versions is None else versions[0]
         self.num_tokens = 0
         self.shifts: dict[int, _Shift | None] = {}
         """By the refit whose cut lists them; None: each is looked at by itself."""
+
+
+def _sole(versions: _Versions) -> int:
+    """The version that is certain; -1: none is."""
+    oldest, newest = versions
+    return oldest if oldest == newest else -1
 
 
 class StepTokens:
@@ -115,7 +121,7 @@ class StepTokens:
                 newest = version if version > newest else newest
         for key, run in groupby(group.calls, _KIND):
             kind = None
-            if plain and key[0] is None and key[1] is None:
+            if plain and key[0] is None:
                 kind = kinds.get(key) or self._kind(key)
             if kind is None or kind.versions is None:
                 for call in run:
@@ -125,8 +131,10 @@ class StepTokens:
                 continue
             unlisted = 0
             for call in run:
-                listing = kind.listed.get(call.call)
-                if listing is None:
+                listing, spans = kind.listed.get(call.call), call.spans
+                if listing is None and (
+                    spans is None or spans == ((0, call.tokens, kind.sole),)  # it says the same
+                ):
                     unlisted += call.tokens
                     continue
                 number, version = self._add_listed(kind, listing, call, group)
@@ -170,17 +178,24 @@ class StepTokens:
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
 
     def _add_listed(
-        self, kind: _Kind, listing: Listing, call: Call, group: GroupPublished
+        self, kind: _Kind, listing: Listing | None, call: Call, group: GroupPublished
     ) -> tuple[int, int]:
         """Add a call that cuts list; its tokens, and the newest version that they count under."""
-        if listing.more is None:
-            refit, place = listing.refit, listing.count
+        if listing is not None and listing.more is None:
+            refit, place, tokens, spans = listing.refit, listing.count, call.tokens, call.spans
             shift = kind.shifts[refit] if refit in kind.shifts else self._shift(kind, refit, call)
-            if shift is not None and 0 < place < call.tokens:
+            if (
+                shift is not None
+                and 0 < place < tokens
+                and (
+                    spans is None
+                    or spans == ((0, place, shift.sole[0]), (place, tokens, shift.sole[1]))
+                )
+            ):
                 shift.num_before += place
-                shift.num_since += call.tokens - place
+                shift.num_since += tokens - place
                 self.spanning_calls += shift.is_span
-                return call.tokens, shift.newest
+                return tokens, shift.newest
         return self._add_odd(call, group, None)
 
     def _add_odd(
@@ -197,7 +212,7 @@ class StepTokens:
 
     def _kind(self, key: _Key) -> _Kind:
         """The kind of a call, made when its first call comes."""
-        _, _, engine, version, after, until = key
+        _, engine, version, after, until = key
         call = Call(call="", engine=engine, version=version, tokens=2, after=after, until=until)
         refits = self._refits(engine)
         versions = self._probe(call, {}, refits)
