@@ -7,7 +7,6 @@ those of a restart and of a server without the middleware start one of their own
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,11 @@ def test_a_trainer_that_is_late(run: HttpRun) -> None:
 
     async def work() -> None:
         async with run.client(), run.pilot() as reached:
-            rollouts = run.rollouts(50, 150)
+            rollouts = run.rollouts(50, 400)
             await reached(30)
             run.staleness.on_step([])
             await run.pause()
-            rollouts += run.rollouts(20, 50)  # they begin in the pause
+            rollouts += run.rollouts(20, 400)  # they begin in the pause
             await asyncio.sleep(0.1)
             await run.move()
             await run.post("/resume")
@@ -225,15 +224,17 @@ def test_choices_of_different_lengths(run: HttpRun) -> None:
 def test_clients_that_hang_up(run: HttpRun, streams: bool) -> None:
     """Their calls are aborted and end; what was received of them is right."""
 
+    moved = asyncio.Event()
+
     async def one() -> None:
         request, received = run.next_request(), [[]]
         body = run.body(3000)
         if streams:
             await run.stream("/v1/completions", body, received, request=request, most=100)
         else:
-            with contextlib.suppress(asyncio.TimeoutError):
-                asked = run.post("/v1/completions", body, request=request)
-                await asyncio.wait_for(asked, timeout=1.0)
+            asked = asyncio.create_task(run.post("/v1/completions", body, request=request))
+            await moved.wait()
+            asked.cancel()
         (call,) = await run.publish(request, received)
         assert len(received[0]) <= call.tokens < 3000
 
@@ -243,6 +244,7 @@ def test_clients_that_hang_up(run: HttpRun, streams: bool) -> None:
             for _ in range(2):
                 await reached(40)
                 await run.refit()
+            moved.set()
             await asyncio.gather(*rollouts)
             await run.settle(2)
 
