@@ -21,11 +21,11 @@ class FakeCore:
 
     def __init__(self) -> None:
         self.paused = False
-        self.label: str | None = None
+        self.labels: list[str] = []
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         if method == "set_weight_version":
-            (self.label,) = args
+            self.labels += args
         return self.paused if method == "is_scheduler_paused" else None
 
     async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:

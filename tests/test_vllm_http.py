@@ -236,6 +236,28 @@ def test_a_second_cut_of_a_mark_that_came_twice(place: Place) -> None:
     place.finish("a")
     (call,) = place.engine.calls(["a"])
     assert (call.after, call.until) == (0, 1)
+    assert place.llm.engine_core.labels == ["0", "1"]
+
+
+def test_a_refit_that_is_done_after_the_next_pause(place: Place) -> None:
+    """The engine is not led back to it: what runs keeps its numbers and stays in the cuts."""
+    place.engine.start(version=0, refit=0).result(5)
+    place.begin("a")
+    place.make("a", 10)
+    place.server.run(place.llm.pause())
+    place.engine.mark(1, version=1, mode="keep", deliver=lambda _: None).result(5)
+    place.server.run(place.llm.resume())
+    place.server.run(place.llm.pause())
+    place.engine.done(1, version=1).result(5)
+    place.server.run(place.llm.resume())
+    place.make("a", 10)
+    cut = refit(place, 2, 2)
+    place.finish("a")
+    place.call("b", 10)
+    a, b = place.engine.calls(["a", "b"])
+    assert cut is not None
+    assert cut.calls == {a.call: 20}
+    assert [(c.version, c.after, c.until) for c in (a, b)] == [(0, 0, 2), (2, 2, 2)]
 
 
 def test_a_refit_that_fails(place: Place) -> None:
