@@ -15,9 +15,9 @@ takes a few minutes. What to expect:
 * Step 1 has age 0. From step 2 on it is between 0 and 1: no token is more than one version old.
 * ``violations`` is 0, and `rl-staleness doctor` finds nothing. A run with other numbers is a bug of
   rl_staleness: please send its trace, which holds counts and versions and no text.
-* With Gym's token capture (``token_capture.enabled=true``, NeMo RL at 00420a15) coverage is 1:
-  calls that a refit cut are split at the token. Without it they have bounds, ``age_lo`` to
-  ``age_hi``, and count under the version that they began on.
+* ``coverage`` is 1: calls that a refit cut are split at the token. They are linked by the task of
+  Ray that generates them, or, with ``token_capture.enabled=true`` (NeMo RL at 00420a15), by Gym's
+  capture. With Gym and without its capture they have bounds, ``age_lo`` to ``age_hi``.
 * Generation pauses for each refit (``keep``: running calls stay) and goes on after it.
 """
 

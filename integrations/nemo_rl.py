@@ -15,13 +15,14 @@ What fires where, in the words of the controller:
     logging           _logger.log_metrics(prefix="train") carries ``train/staleness/...``
 
 Its labels count trainer steps; they are converted to policy updates at each refit, which differ
-under PPO. Calls are linked where Gym's token capture begins them (`captured`), and told apart by
-its call ids; receipts say which of them a row was assembled from. Nothing is added to what Gym
-stores or a checkpoint saves. Held to NeMo RL's sources at `TESTED`; it cannot run without GPUs.
+under PPO. With Gym's token capture a call is linked where the capture begins it (`captured`), and
+receipts say which calls a row was assembled from; without Gym by the task of Ray that generates a
+turn. Nothing is added to what Gym stores or a checkpoint saves.
 
+Held to NeMo RL's sources at `TESTED`, by stand-ins with its signatures: it cannot run without GPUs.
 What it cannot see: which rows the advantage stage masks, unless ``masks=True``; refits that do not
-pass the weight synchronizer (a colocated Megatron wake after a save); calls that no capture began
-(the native path: they have bounds).
+pass the weight synchronizer (a colocated Megatron wake after a save); calls of Gym without its
+capture, and of back ends other than vLLM, have bounds instead of cuts.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from rl_staleness.integrations.nemo_rl_groups import (
     num_generated,
 )
 from rl_staleness.integrations.nemo_rl_seats import Kept, Reply
+from rl_staleness.integrations.nemo_rl_turns import Turns
 from rl_staleness.integrations.nemo_rl_workers import Worker, noticed
 from rl_staleness.integrations.nemo_rl_wraps import Wraps, arguments_of
 from rl_staleness.pauses import Answer
@@ -58,17 +59,21 @@ class Rollouts:
         self._labels = labels
         self._guard = guard
         self._timeout = timeout
+        self._turns = Turns()
         self._asked: dict[str, tuple[Any, list[tuple[Worker, Future[Reply]]]]] = {}
         """By group that is being finalized: its request, and the answers about its calls."""
 
     def wrap(self, wraps: Wraps) -> None:
         """Hold the buffer, and where groups are finalized for it."""
         buffer = self._buffer
-        wraps.after_awaited(buffer, "commit", self._committed)
+        wraps.replace(buffer, "commit", self._turning(buffer.commit))
         for name in ("remove", "remove_group"):
             wraps.replace(buffer, name, self._removing(getattr(buffer, name), name))
         if hasattr(buffer, "seal_group"):
-            wraps.after_awaited(buffer, "seal_group", self._committed)
+            wraps.replace(buffer, "seal_group", self._turning(buffer.seal_group))
+        manager = getattr(self._controller, "_rollout_manager", None)
+        if self._workers and hasattr(manager, "run_rollout"):
+            self._turns.wrap(wraps, manager, self._controller._gen.worker_group)
         if hasattr(buffer, "load_state_dict"):
             wraps.after_awaited(buffer, "load_state_dict", self._restored)
         if hasattr(buffer, "commit_finalized"):
@@ -178,22 +183,53 @@ class Rollouts:
         oldest = self.version_of(link.label)
         content.add(row, self._bounded(link.call, tokens, oldest))
 
-    # Without: of each turn its length, and the version that the group began on.
+    # Without: turns that the controller sent by itself.
 
-    def _committed(self, given: dict[str, Any], _: object) -> None:
-        group, record = given["group_id"], given["record"]
-        label = given.get("start_weight_version")
-        if label is None:
-            label = self._buffer.start_weight_list[self._buffer._group_ids.index(group)]
-        oldest, content = self.version_of(label), Content()
-        for number, completion in enumerate(record.completions):
+    def _turning(self, original: Any) -> Any:
+        """The same for a group whose rollouts were run here."""
+
+        @wraps(original)
+        async def ours(*args: Any, **kwargs: Any) -> Any:
+            group, content = "", None
+            with self._guard(original.__name__):
+                given = arguments_of(original, args, kwargs)
+                group = given["group_id"]
+                label = given.get("start_weight_version")
+                if label is None:
+                    label = self._buffer.start_weight_list[self._buffer._group_ids.index(group)]
+                content = await self._turned(group, given["record"], label)
+            result = await original(*args, **kwargs)
+            if content is not None:
+                with self._guard(original.__name__):
+                    self._publish(group, content)
+            return result
+
+        return ours
+
+    async def _turned(self, group: str, record: Any, label: int) -> Content:
+        turns = [
+            [
+                len(message["token_ids"])
+                for message in completion.message_log[len(record.prompt) :]
+                if message["role"] == "assistant"
+            ]
+            for completion in record.completions
+        ]
+        ids = self._turns.take(record)
+        names = [name for sent in ids for name in sent]
+        asked = [(worker, worker.calls(names)) for worker in self._workers if names]
+        found = await self._found(asked)
+        calls = [[found[name].call for name in sent if name in found] for sent in ids]
+        is_linked = [[call.tokens for call in sent] for sent in calls] == turns
+        content, oldest = Content(), self.version_of(label)
+        for number, lengths in enumerate(turns):
             row = f"{group}_g{number}"
-            for turn, message in enumerate(completion.message_log[len(record.prompt) :]):
-                tokens = len(message["token_ids"]) if message["role"] == "assistant" else 0
-                if tokens:
-                    name = f"{row}/{turn}"
-                    content.add(row, self._bounded(name, tokens, oldest))
-        self._publish(group, content)
+            for turn, tokens in enumerate(lengths):
+                if is_linked:
+                    content.add(row, calls[number][turn])
+                elif tokens:  # they count under the version that their group began on
+                    content.add(row, self._bounded(f"{row}/{turn}", tokens, oldest))
+        return content
 
     async def _uncertain(self, meta: Any, label: int) -> Content:
         """A group of which only its rows are there."""

@@ -6,13 +6,14 @@ A worker is asked by `serve`. It neither imports nor names an engine: what makes
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
-from rl_staleness.engines import Capture, Cut, Engine, captured
+from rl_staleness.engines import Capture, Cut, Engine, captured, capturing
 from rl_staleness.events import Call
 from rl_staleness.guard import Guard
 from rl_staleness.integrations.nemo_rl_wraps import Wraps
@@ -92,11 +93,15 @@ class _Seat:
         self._guard = Guard(strict=False, timeout=0.0)
         self._wraps = Wraps(self._guard)
         self._capture: Any = None
+        self._holds_generate = False
 
     # Calls: where Gym's capture begins and completes them.
 
     def follow_capture(self) -> None:
         """Hold the capture, once it is installed: there each call begins, in its own task."""
+        if not self._holds_generate and hasattr(self._worker.llm, "generate"):
+            self._holds_generate = True
+            self._wraps.before(self._worker.llm, "generate", self._generating)
         capture = getattr(self._worker, "token_capture", None)
         if capture is None or capture is self._capture:
             return
@@ -110,9 +115,17 @@ class _Seat:
         before = None
         if cut is not None:
             before = (sum(value == 1.0 for value in cut.token_mask_delta), cut.weight_version)
+        self._open(call.model_call_id, before)
+
+    def _generating(self, *_: object) -> None:
+        """A turn that the controller sent by itself, in a task of Ray."""
+        turn = _turn() if capturing() is None else None
+        if turn is not None:
+            self._open(turn, None)
+
+    def _open(self, name: str, before: tuple[int, int] | None) -> None:
         # It stays open: the task that was admitted here submits one request, and ends.
-        capture = captured().__enter__()
-        self._calls[call.model_call_id] = _Captured(capture, before)
+        self._calls[name] = _Captured(captured().__enter__(), before)
         if len(self._calls) > KEPT_CALLS:
             del self._calls[next(iter(self._calls))]
 
@@ -169,6 +182,16 @@ class _Seat:
         """The version of the weights is certain."""
         self.is_known = True
         return self.engine.start(refit=refit, **arguments)
+
+
+def _turn() -> str | None:
+    """The id of the task of Ray that generates here, if one does."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    name = context.get_task_function_name() or ""
+    return str(context.get_task_id()) if name.endswith("generate_async") else None
 
 
 async def _pause(llm: Any) -> bool:

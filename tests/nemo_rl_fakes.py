@@ -321,6 +321,17 @@ class VllmGeneration:
         self.worker_group = worker_group
 
 
+class RolloutManager:
+    """Runs the rollouts of a prompt: as the test says."""
+
+    def __init__(self) -> None:
+        self.rollout: Callable[[Any], Coroutine[Any, Any, PromptGroupRecord]] | None = None
+
+    async def run_rollout(self, input_sample: Any) -> PromptGroupRecord:
+        assert self.rollout is not None
+        return await self.rollout(input_sample)
+
+
 class SingleControllerActor:
     """The controller: how it calls the others, in its order, without anything they do."""
 
@@ -331,6 +342,7 @@ class SingleControllerActor:
         self._logger: Any = Logger()
         self._gen: Any = VllmGeneration(workers)
         self._weight_synchronizer: Any = WeightSynchronizer()
+        self._rollout_manager: Any = RolloutManager()
         self._trainer_version = self._train_steps = version
         self._is_ppo, self._ppo_epochs = False, 1
         self.checkpoints: list[dict[str, Any]] = []
@@ -509,7 +521,20 @@ class AsyncLLM:
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.paused = False
+        self.num_requests = 0
         self.engine: ScriptedEngine | None = None
+
+    async def generate(self, *, tokens: int) -> Any:
+        """A request of so many tokens, the half of which are made when the engine runs again."""
+        engine = self.engine
+        assert engine is not None
+        self.num_requests += 1
+        live = engine.submit(f"{engine.name}/{self.num_requests}")
+        live.tokens = tokens // 2
+        await asyncio.sleep(0.3)
+        live.tokens = tokens
+        engine.end(live)
+        yield [1] * tokens
 
     async def is_paused(self) -> bool:
         return self.paused
@@ -714,6 +739,17 @@ class RayWorker(VllmAsyncGenerationWorker):
         )
         return record, self.token_capture.staged[call]
 
+    async def generate_async(self, data: Any, greedy: bool = False) -> Any:
+        """A turn of the controller's own: its request is submitted by a task of this one."""
+        self._engine_loop = asyncio.get_running_loop()
+
+        async def sample() -> list[int]:
+            async for output in self.llm.generate(tokens=data):
+                return output
+            return []
+
+        yield 0, await asyncio.create_task(sample())
+
     async def heard(self) -> list[str]:
         return list(self.llm.heard)
 
@@ -737,6 +773,40 @@ class RayController(SingleControllerActor):
     def __init__(self, handles: list[Any]) -> None:
         super().__init__(workers=ActorGroup(handles))
         self._handles = handles
+
+    async def run_native(self) -> list[list[str]]:
+        """Two rollouts of a group at once, on a worker each; a step's refit comes in between."""
+        await self._sync_weights()
+        buffer, group = self._buffer, self._gen.worker_group
+        first = buffer.reserve(weight_version=0)
+        one = Completion([{"role": "assistant", "token_ids": [1]}])
+        await buffer.commit(first, PromptGroupRecord([], [one]), 0, 0)
+        second = buffer.reserve(weight_version=0)
+
+        async def trajectory(index: int) -> Completion:
+            log: list[dict[str, Any]] = []
+            for turn in range(2):
+                sent = group.run_single_worker_single_data(
+                    method_name="generate_async", worker_idx=index, data=20, greedy=False
+                )
+                reply = await anext(sent)
+                _, tokens = await reply
+                log.append({"role": "assistant", "token_ids": tokens})
+                log.append({"role": "user", "token_ids": [0] * turn})
+            return Completion(log)
+
+        async def rollout(prompt: Any) -> PromptGroupRecord:
+            tasks = [asyncio.ensure_future(trajectory(index)) for index in range(2)]
+            return PromptGroupRecord([], list(await asyncio.gather(*tasks)))
+
+        self._rollout_manager.rollout = rollout
+        running = asyncio.ensure_future(self._rollout_manager.run_rollout(None))
+        await asyncio.sleep(0.15)
+        await self.train_step(1)
+        await buffer.commit(second, await running, 0, 1)
+        await self.train_step(1)
+        self._logger.finish()
+        return [await handle.heard.remote() for handle in self._handles]
 
     async def run(self) -> list[list[str]]:
         staged: dict[str, dict[str, Any]] = {}

@@ -422,7 +422,7 @@ def test_a_capture_of_twenty_turns_on_a_real_engine(served: Served, tmp_path: Pa
     assert last.age_lo == last.batch_age == last.age_hi
     for number, step in enumerate(told[:-1]):
         assert step.tokens_by_version == Counter(truth[100 + number])
-    assert "add_request" not in vars(served.llm)
+    assert not {"add_request", "generate"} & vars(served.llm).keys()
     assert "begin_call" not in vars(capture)
 
 
@@ -482,18 +482,18 @@ def test_a_streamed_step_is_one_step(rigs: Any) -> None:
 
     async def work() -> None:
         await rig.sync()
-        for name in ("a", "b", "c", "d"):
+        for name in ("a", "b", "c", "d", "e"):
             await rig.begin(name, 10)
             await rig.publish(name, [rig.finish(name)])
         rig.controller.without_tokens = {"a", "b"}
-        await rig.train(4, chunk=2)
+        await rig.train(5, chunk=2)
 
     asyncio.run(work())
     [step] = rig.events(StepTrained)
-    assert (step.groups, step.step, step.version) == (("c", "d"), 1, 0)
+    assert (step.groups, step.step, step.version) == (("c", "d", "e"), 1, 0)
     dropped = {event.group: event.reason for event in rig.events(GroupDropped)}
     assert dropped == {"a": "no trained token", "b": "no trained token"}
-    assert rig.told[0].tokens == 20
+    assert rig.told[0].tokens == 30
 
 
 def test_drops(rigs: Any) -> None:
@@ -653,6 +653,35 @@ def test_several_updates_a_step(rigs: Any) -> None:
     assert second.tokens_by_version == {0: 20, 2: 60}
     assert second.batch_age == pytest.approx((10 * 2 + 10 * 3 + 30 * 1) / 80)
     assert (second.coverage, second.violations) == (1.0, 0)
+
+
+def test_labels_are_converted(rigs: Any) -> None:
+    """Two updates a step: what the trainer calls 1 had two, and an age is never below zero."""
+    rig = rigs(engine=None)
+    rig.workers[0].llm.engine = ScriptedEngine(rig.workers[0].llm, name="nobody")
+    rig.attachment.close()
+    rig.controller._is_ppo, rig.controller._ppo_epochs = True, 2
+    make = partial(StalenessCallback, trace=rig.trace, sinks=[rig.told.append])
+    rig.attachment = attach(rig.controller, make)
+    worker = rig.workers[0]
+
+    async def turn(name: str) -> None:
+        active = worker.token_capture.begin_call(CaptureAdmission("rollout", name))
+        staged = worker.token_capture.complete_call(
+            active, prompt_token_ids=[0], generated_token_ids=[1] * 10, generated_logprobs=[]
+        )
+        await rig.publish(name, [staged])
+
+    async def work() -> StepStaleness:
+        await rig.sync()
+        await turn("a")
+        await rig.train(1)
+        await turn("b")
+        return await rig.train(1)
+
+    step = asyncio.run(work())
+    assert (step.version, step.tokens_by_version) == (2, {2: 20})
+    assert (step.batch_age, step.violations) == (0.5, 0)
 
 
 def test_a_version_without_capture(rigs: Any) -> None:
@@ -864,6 +893,8 @@ def test_detaching_restores_every_object(rigs: Any) -> None:
         controller._sampler,
         controller._trainer,
         controller._logger,
+        controller._rollout_manager,
+        rig.group,
         worker.token_capture,
         worker.llm,
     ]
@@ -871,7 +902,8 @@ def test_detaching_restores_every_object(rigs: Any) -> None:
     make = partial(StalenessCallback, trace=None, sinks=[])
     attachment = attach(controller, make, engine=ScriptedEngine, masks=True)
     engine = worker.llm.engine
-    assert any(dict(vars(o)).keys() != b.keys() for o, b in zip(owners, before, strict=True))
+    changed = [vars(o) != b for o, b in zip(owners, before, strict=True)]
+    assert all(changed), "each is held"
 
     attachment.detach()
     attachment.detach()
@@ -997,7 +1029,7 @@ def test_the_stand_ins_have_the_signatures_of_the_package() -> None:
 # In Ray's actors.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A Ray of this test's own; the stand-ins travel to its actors by value."""
     ray = pytest.importorskip("ray")
@@ -1033,6 +1065,25 @@ def test_in_actors_of_ray(cluster: Any, tmp_path: Path) -> None:
     # The first time nobody had asked anything of the engines: there was nothing to pause.
     assert heard == [["mark", "done", "pause keep False", "mark", "done", "resume"]] * 2
     assert [e.status for e in read(trace) if isinstance(e, RunFinished)] == ["finished"]
+
+
+def test_turns_of_the_controller_in_actors_of_ray(cluster: Any, tmp_path: Path) -> None:
+    """Without Gym each turn is a task of Ray, by whose id it is linked: exact, too."""
+    workers = [cluster.remote(num_cpus=0)(RayWorker).remote() for _ in range(2)]
+    controller = cluster.remote(num_cpus=0)(RayController).remote(workers)
+    trace = tmp_path / "trace.jsonl"
+
+    attach_actor(
+        controller, partial(StalenessCallback, trace=trace, sinks=[]), engine=ScriptedEngine
+    )
+    heard = cluster.get(controller.run_native.remote(), timeout=60)
+
+    first, second = list(steps(trace))
+    assert (first.tokens, first.violations) == (1, 0)
+    assert (second.tokens, second.coverage, second.violations) == (80, 1.0, 0)
+    assert second.tokens_by_version == {0: 20, 1: 60}
+    assert second.spanning_calls == 2
+    assert heard[0].count("pause keep False") == 2
 
 
 def test_the_script_for_a_machine_with_gpus(tmp_path: Path) -> None:
