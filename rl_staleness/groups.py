@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from itertools import groupby
-from operator import attrgetter
+from operator import add, attrgetter, ge, sub
 
 import msgspec
 
-from rl_staleness.events import Call, GroupDropped, GroupPublished, Mask
-from rl_staleness.listings import Counts, Listing
+from rl_staleness.events import LARGEST, Call, GroupDropped, GroupPublished, Mask
+from rl_staleness.listings import Listing
 from rl_staleness.ranges import Segment, within
 from rl_staleness.refits import Finding, Refits
 from rl_staleness.spans import restored_spans, ruled_spans, spans_of
@@ -29,40 +29,32 @@ _KIND: Callable[[Call], _Key] = attrgetter("trained", "engine", "version", "afte
 """What calls that began and ended alike have in common."""
 
 
-class _Shift:
-    """Calls of a kind that one cut lists: their tokens before the count, and since."""
+class _Path:
+    """Calls of a kind that the same cuts list: their tokens up to the first count, the next, ..."""
 
-    __slots__ = ("before", "is_span", "newest", "num_before", "num_since", "since", "sole")
+    __slots__ = ("is_span", "newest", "num_tokens", "sole", "versions")
 
-    def __init__(self, before: _Versions, since: _Versions) -> None:
-        self.before, self.since = before, since
-        self.sole = (_sole(before), _sole(since))
-        self.num_before = self.num_since = 0
-        self.newest = max(before[0], since[0])
-        self.is_span = before[0] != since[0]
+    def __init__(self, versions: list[_Versions]) -> None:
+        self.versions = versions
+        """Of the tokens before the first count, between each two, and after the last."""
+        self.sole = [oldest if oldest == newest else -1 for oldest, newest in versions]
+        """The same where it is certain, else -1."""
+        self.newest = max(oldest for oldest, _ in versions)
+        self.is_span = len({oldest for oldest, _ in versions}) > 1
+        self.num_tokens = [0] * len(versions)
 
 
 class _Kind:
     """Calls of the step that began and ended alike."""
 
-    __slots__ = ("listed", "newest", "num_tokens", "refits", "shifts", "sole", "versions")
+    __slots__ = ("listed", "paths", "unlisted")
 
-    def __init__(self, refits: Refits, versions: _Versions | None) -> None:
-        self.refits = refits
-        self.listed = refits.calls.listed
-        self.versions = versions
-        """Of those that no cut lists; None: each is looked at by itself."""
-        self.sole = -1 if versions is None else _sole(versions)
-        self.newest = -1 if versions is None else versions[0]
-        self.num_tokens = 0
-        self.shifts: dict[int, _Shift | None] = {}
-        """By the refit whose cut lists them; None: each is looked at by itself."""
-
-
-def _sole(versions: _Versions) -> int:
-    """The version that is certain; -1: none is."""
-    oldest, newest = versions
-    return oldest if oldest == newest else -1
+    def __init__(self, listed: Mapping[str, Listing], unlisted: _Path | None) -> None:
+        self.listed = listed
+        self.unlisted = unlisted
+        """Those that no cut lists; None: each is looked at by itself."""
+        self.paths: dict[tuple[int, ...], _Path | None] = {}
+        """Others by the refits whose cuts list them; None: each is looked at by itself."""
 
 
 class StepTokens:
@@ -123,17 +115,17 @@ class StepTokens:
             kind = None
             if plain and key[0] is None:
                 kind = kinds.get(key) or self._kind(key)
-            if kind is None or kind.versions is None:
+            if kind is None or kind.unlisted is None:
                 for call in run:
                     number, version = self._add_odd(call, group, masks)
                     total += number
                     newest = version if version > newest else newest
                 continue
-            unlisted = 0
+            path, unlisted = kind.unlisted, 0
             for call in run:
                 listing, spans = kind.listed.get(call.call), call.spans
                 if listing is None and (
-                    spans is None or spans == ((0, call.tokens, kind.sole),)  # it says the same
+                    spans is None or spans == ((0, call.tokens, path.sole[0]),)  # it says the same
                 ):
                     unlisted += call.tokens
                     continue
@@ -142,8 +134,8 @@ class StepTokens:
                 newest = version if version > newest else newest
             if unlisted:
                 total += unlisted
-                kind.num_tokens += unlisted
-                newest = kind.newest if kind.newest > newest else newest
+                path.num_tokens[0] += unlisted
+                newest = path.newest if path.newest > newest else newest
         self.arrived += newest * total
         if group.unknown:
             self.unknown[at] += group.unknown
@@ -158,12 +150,9 @@ class StepTokens:
         """Bring what was summed up by kind into the tally; it is complete after this."""
         tally: list[tuple[_Versions, int]] = [((v, v), n) for v, n in self._sums.items()]
         for kind in self._kinds.values():
-            if kind.versions is not None:
-                tally.append((kind.versions, kind.num_tokens))
-            kind.num_tokens = 0
-            for shift in filter(None, kind.shifts.values()):
-                tally += (shift.before, shift.num_before), (shift.since, shift.num_since)
-                shift.num_before = shift.num_since = 0
+            for path in filter(None, (kind.unlisted, *kind.paths.values())):
+                tally += zip(path.versions, path.num_tokens, strict=True)
+                path.num_tokens = [0] * len(path.versions)
         self._sums.clear()
         for versions, number in tally:
             if number:
@@ -181,22 +170,28 @@ class StepTokens:
         self, kind: _Kind, listing: Listing | None, call: Call, group: GroupPublished
     ) -> tuple[int, int]:
         """Add a call that cuts list; its tokens, and the newest version that they count under."""
-        if listing is not None and listing.more is None:
-            refit, place, tokens, spans = listing.refit, listing.count, call.tokens, call.spans
-            shift = kind.shifts[refit] if refit in kind.shifts else self._shift(kind, refit, call)
-            if (
-                shift is not None
-                and 0 < place < tokens
-                and (
-                    spans is None
-                    or spans == ((0, place, shift.sole[0]), (place, tokens, shift.sole[1]))
-                )
-            ):
-                shift.num_before += place
-                shift.num_since += tokens - place
-                self.spanning_calls += shift.is_span
-                return tokens, shift.newest
-        return self._add_odd(call, group, None)
+        if listing is None:
+            return self._add_odd(call, group, None)
+        refits, places, stop, spans = listing.refits, listing.places, call.tokens, call.spans
+        path = kind.paths[refits] if refits in kind.paths else self._path(kind, refits, call)
+        if path is None:
+            return self._add_odd(call, group, None)
+        numbers, sole = path.num_tokens, path.sole
+        if len(places) == 1:
+            (place,) = places
+            same = spans is None or spans == ((0, place, sole[0]), (place, stop, sole[1]))
+            if not (0 < place < stop and same):
+                return self._add_odd(call, group, None)
+            numbers[0] += place
+            numbers[1] += stop - place
+        else:
+            starts, stops = (0, *places), (*places, stop)
+            same = spans is None or spans == tuple(zip(starts, stops, sole, strict=True))
+            if any(map(ge, starts, stops)) or not same:
+                return self._add_odd(call, group, None)
+            numbers[:] = map(add, numbers, map(sub, stops, starts))
+        self.spanning_calls += path.is_span
+        return stop, path.newest
 
     def _add_odd(
         self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None
@@ -213,31 +208,30 @@ class StepTokens:
     def _kind(self, key: _Key) -> _Kind:
         """The kind of a call, made when its first call comes."""
         _, engine, version, after, until = key
-        call = Call(call="", engine=engine, version=version, tokens=2, after=after, until=until)
+        call = Call(call="", engine=engine, version=version, tokens=1, after=after, until=until)
         refits = self._refits(engine)
-        versions = self._probe(call, {}, refits)
-        kind = self._kinds[key] = _Kind(refits, None if versions is None else versions[0])
+        kind = self._kinds[key] = _Kind(refits.calls.listed, self._probe(call, (), refits))
         return kind
 
-    def _shift(self, kind: _Kind, refit: int, call: Call) -> _Shift | None:
-        """What the cut of one refit makes of a kind."""
-        shift = kind.shifts[refit] = None
-        if call.until is None or refit <= call.until:  # else it cannot be: named there
-            two = msgspec.structs.replace(call, tokens=2)
-            versions = self._probe(two, {refit: 1}, kind.refits)
-            shift = kind.shifts[refit] = None if versions is None else _Shift(*versions)
-        return shift
+    def _path(self, kind: _Kind, numbers: tuple[int, ...], call: Call) -> _Path | None:
+        """What the cuts of these refits make of a kind."""
+        path = self._probe(call, numbers, self._refits(call.engine))
+        kind.paths[numbers] = path
+        return path
 
-    def _probe(
-        self, call: Call, counts: Counts, refits: Refits
-    ) -> tuple[_Versions, _Versions] | None:
-        """The versions of the two tokens of a call; None: look at each that is like it."""
-        if self._lost(call.engine):
+    def _probe(self, call: Call, numbers: tuple[int, ...], refits: Refits) -> _Path | None:
+        """The versions of a call that had a token more at each cut; None: look at each like it.
+
+        What counts say of a call depends on their order alone, and it changes at counts only.
+        """
+        until = LARGEST if call.until is None else call.until
+        if self._lost(call.engine) or max((*numbers, call.after or 0)) > until:
             return None
+        call = msgspec.structs.replace(call, tokens=len(numbers) + 1)
+        counts = {number: place for place, number in enumerate(numbers, start=1)}
         segments, found = ruled_spans(call, counts, refits, now=self._now)
-        if found or (not counts and segments[0][2:] != segments[-1][2:]):
-            return None
-        return segments[0][2:], segments[-1][2:]
+        versions = [(o, n) for start, stop, o, n in segments for _ in range(start, stop)]
+        return None if found else _Path(versions)
 
     def _odd(
         self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None

@@ -21,19 +21,17 @@ class Listing(msgspec.Struct, gc=False):
 
     touched: int
     """The refit at which it was listed or published last."""
-    refit: int = 0
-    """The first one whose cut lists it; 0: none so far."""
-    count: int = 0
-    """Its tokens there."""
-    more: Counts | None = None
-    """Where other cuts list it."""
+    refits: tuple[int, ...] = ()
+    """Those whose cuts list it, in order; none: not so far."""
+    places: tuple[int, ...] = ()
+    """Its tokens at each of them."""
     groups: tuple[str, ...] = ()
     """Those that it was published with; none: not yet."""
 
     @property
     def counts(self) -> Counts:
         """Its tokens at each refit whose cut lists it."""
-        return {self.refit: self.count, **(self.more or {})} if self.refit else {}
+        return dict(zip(self.refits, self.places, strict=True))
 
 
 class Listings:
@@ -63,43 +61,38 @@ class Listings:
 
     def oldest(self, limit: int) -> int:
         """The lowest refit, not above ``limit``, whose cut lists a call that is kept."""
-        return min([limit, *(min(listing.counts) for listing in self.listed.values())])
+        return min([limit, *(listing.refits[0] for listing in self.listed.values())])
 
     def take(self, refit: int, calls: dict[str, int]) -> None:
         """A cut lists these calls."""
-        listed, unlisted = self.listed, self._unlisted
+        listed, unlisted, alone = self.listed, self._unlisted, (refit,)
         self._touched[refit] += calls
         for call, count in calls.items():
             listing = listed.get(call)
             if listing is None:
                 if call not in unlisted:
-                    listed[call] = Listing(refit, refit, count)
+                    listed[call] = Listing(refit, alone, (count,))
                     continue
                 listing = listed[call] = unlisted.pop(call)  # this cut came late
-            if not listing.refit or listing.refit == refit:
-                listing.refit, listing.count = refit, count
-            elif listing.more is None:
-                listing.more = {refit: count}
+            if not listing.refits or listing.refits[-1] < refit:
+                listing.refits += alone
+                listing.places += (count,)
             else:
-                listing.more[refit] = count
+                _note(listing, {**listing.counts, refit: count})
             if listing.touched < refit:
                 listing.touched = refit
 
     def void(self, refit: int) -> None:
         """The cut of this refit counts no more."""
-        for call in [call for call, listing in self.listed.items() if refit in listing.counts]:
+        for call in [call for call, listing in self.listed.items() if refit in listing.refits]:
             listing = self.listed[call]
             counts = listing.counts
             del counts[refit]
-            if counts:
-                listing.refit = min(counts)
-                listing.count = counts.pop(listing.refit)
-                listing.more = counts or None
-                continue
-            del self.listed[call]
-            listing.refit = 0
-            if listing.groups:
-                self._unlisted[call] = listing
+            _note(listing, counts)
+            if not counts:
+                del self.listed[call]
+                if listing.groups:
+                    self._unlisted[call] = listing
 
     def need(self, call: str, groups: tuple[str], last: int) -> None:
         """A group is published with this call after refit ``last``: it is needed while the group
@@ -132,7 +125,7 @@ class Listings:
                     continue
                 if not listing.groups:
                     orphans.append(listing.counts)
-                if listing.refit:
+                if listing.refits:
                     del listed[call]
                 else:
                     del unlisted[call]
@@ -141,3 +134,8 @@ class Listings:
     def _touch(self, call: str, listing: Listing, last: int) -> None:
         listing.touched = last
         self._touched[last].append(call)
+
+
+def _note(listing: Listing, counts: Counts) -> None:
+    listing.refits = tuple(sorted(counts))
+    listing.places = tuple(counts[refit] for refit in listing.refits)

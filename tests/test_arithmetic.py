@@ -1848,3 +1848,107 @@ def test_call_within_orphan_after_keeps_its_cut() -> None:
         events += [cut(n, n), done(n, n)]
     events += [published("g", call("c", 0, 20, after=0)), trained(0, 40, "g")]
     check(*events, tokens_by_version={0: 10, 1: 10}, coverage=1)
+
+
+def test_calls_that_the_same_cuts_list() -> None:
+    """Alike in everything but their counts: each is split at its own, also where two are equal."""
+    check(
+        started(3, start=0),
+        cut(1, 1, a=10, b=1, c=5, d=0),
+        done(1, 1),
+        cut(2, 2, a=20, b=2, c=5, d=7),
+        done(2, 2),
+        cut(3, 3, a=30, b=90, c=40, d=7),
+        done(3, 3),
+        published(
+            "g",
+            call("a", 0, 100, after=0, until=3),
+            call("b", 0, 91, after=0, until=3),
+            call("c", 0, 40, after=0, until=3),
+            call("d", 0, 9, after=0, until=3),
+        ),
+        trained(0, 3, "g"),
+        tokens_by_version={
+            0: 10 + 1 + 5,
+            1: 10 + 1 + 7,
+            2: 10 + 88 + 35,
+            3: 70 + 1 + 2,
+        },
+        spanning_calls=4,
+        coverage=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spans", "violations"),
+    [
+        ([[0, 10, 0], [10, 20, 1], [20, 50, 2]], 0),
+        ([[0, 11, 0], [11, 20, 1], [20, 50, 2]], 1),
+        ([[0, 10, 0], [10, 20, 1], [20, 50, 1]], 1),
+        ([[0, 50, 0]], 1),
+    ],
+)
+def test_spans_of_a_call_among_others_like_it(spans: list[list[int]], violations: int) -> None:
+    """What an engine says is held against the counts, whatever calls like it have shown."""
+    kind = {"after": 0, "until": 2}
+    like = [[0, 10, 0], [10, 20, 1], [20, 50, 2]]
+    tokens = dict.fromkeys((0, 1, 2), 0)
+    for start, stop, version in (*like, *spans):
+        tokens[version] += stop - start
+    check(
+        started(2, start=0),
+        cut(1, 1, a=10, b=10),
+        done(1, 1),
+        cut(2, 2, a=20, b=20),
+        done(2, 2),
+        published("g", call("a", 0, 50, spans=like, **kind), call("b", 0, 50, spans=spans, **kind)),
+        trained(0, 2, "g"),
+        tokens_by_version={v: n for v, n in tokens.items() if n},
+        violations=violations,
+        coverage=1,
+    )
+
+
+@pytest.mark.parametrize("tokens", [40, 10])
+def test_a_call_that_a_cut_lists_after_its_end(tokens: int) -> None:
+    """`until: 1`, and listed at refit 2: one of the two is wrong."""
+    (step,) = fold(
+        started(2, start=0),
+        cut(1, 1, c=10),
+        done(1, 1),
+        cut(2, 2, c=20),
+        done(2, 2),
+        published("g", call("c", 0, tokens, after=0, until=1)),
+        trained(0, 2, "g"),
+    )
+    assert step.violations == 1
+
+
+@pytest.mark.parametrize("listed", [{}, {"c": 10}])
+def test_a_call_that_began_after_its_end(listed: dict[str, int]) -> None:
+    """`after: 2` and `until: 1` cannot both be."""
+    (step,) = fold(
+        started(2, start=0),
+        cut(1, 1),
+        done(1, 1),
+        cut(2, 2),
+        done(2, 2),
+        cut(3, 2, **listed),
+        published("g", call("c", 2, 40, after=2, until=1)),
+        trained(0, 2, "g"),
+    )
+    assert step.violations == 1 + bool(listed)
+
+
+def test_a_refit_to_the_same_version_makes_no_span() -> None:
+    """Cut at 10, and the weights are the same: all of the call is of one version."""
+    check(
+        started(2, start=0),
+        cut(1, 0, c=10),
+        done(1, 0),
+        published("g", call("c", 0, 40, after=0, until=1)),
+        trained(0, 2, "g"),
+        tokens_by_version={0: 40},
+        spanning_calls=0,
+        coverage=1,
+    )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl_staleness import StalenessCallback
+from rl_staleness import Call, StalenessCallback
 from rl_staleness.engines import LiveCall
 
 CALLS_A_STEP = 4096
@@ -36,6 +36,39 @@ def live_calls(step: int, start: int, number: int) -> Iterator[LiveCall]:
             until=max(step - 1, 0),
             ended=True,
         )
+
+
+def long_runs(folder: Path, steps: int, *, spans: bool) -> Path:
+    """A trace whose calls each go on over three refits, 256 of them a step."""
+    path = folder / f"long-{spans}.jsonl"
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        for step in range(steps):
+            born = step - 3
+            names = [f"request-{born}-{index}/abcdef" for index in range(256 if born >= 0 else 0)]
+            said = tuple((100 * part, 100 * part + 100, born + part) for part in range(4))
+            for start in range(0, len(names), CALLS_A_GROUP):
+                calls = [
+                    Call(
+                        call=name,
+                        engine="engine",
+                        version=born,
+                        tokens=400,
+                        after=born,
+                        until=step,
+                        spans=said if spans else None,
+                    )
+                    for name in names[start : start + CALLS_A_GROUP]
+                ]
+                staleness.on_publish(f"{step}-{start}", calls=calls)
+            staleness.on_step([f"{step}-{start}" for start in range(0, len(names), CALLS_A_GROUP)])
+            running = {
+                f"request-{of}-{index}/abcdef": 100 * (step + 1 - of)
+                for of in range(max(born + 1, 0), step + 1)
+                for index in range(256)
+            }
+            staleness.on_refit_paused(cuts={"engine": running})
+            staleness.on_refit_done()
+    return path
 
 
 def one_step(staleness: StalenessCallback, step: int) -> float:
@@ -117,13 +150,17 @@ def work(path):
 
 def recompute(folder: Path, calls: int, *, late_masks: bool) -> None:
     """Print what recomputing costs beside reading the JSON alone."""
-    path = trace_of(folder, calls, late_masks=late_masks)
     kind = "every call one by one" if late_masks else "a tenth of the calls one by one"
+    compare(trace_of(folder, calls, late_masks=late_masks), f"{calls:,} calls ({kind}")
+
+
+def compare(path: Path, what: str) -> None:
+    """Print how long recomputing a trace takes beside reading its JSON alone."""
     pairs = [(seconds_of(STEPS, path), seconds_of(LOADS, path)) for _ in range(3)]
     ours = min(pair[0][0] for pair in pairs)
     loads = min(pair[1][0] for pair in pairs)
     print(
-        f"`steps --json` of {calls:,} calls ({kind}, {path.stat().st_size / 2**20:.0f} MiB):"
+        f"`steps --json` of {what}, {path.stat().st_size / 2**20:.0f} MiB):"
         f" {ours:.2f} s, json.loads {loads:.2f} s, ratio {ours / loads:.2f} (target: at most 1),"
         f" peak {pairs[0][0][1]:.0f} MiB"
     )
@@ -141,6 +178,10 @@ def main() -> None:
         for late_masks in (False, True):
             recompute(folder, calls // 10, late_masks=late_masks)
             recompute(folder, calls, late_masks=late_masks)
+        for spans in (False, True):
+            said = "with the engine's spans" if spans else "without spans"
+            path = long_runs(folder, calls // 2560, spans=spans)
+            compare(path, f"{calls // 10:,} calls (each over three refits, {said}")
 
 
 if __name__ == "__main__":
