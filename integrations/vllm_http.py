@@ -180,6 +180,8 @@ class VllmServerEngine:
         self._marked: dict[int, float] = {}
         """Refits whose counts the server does not have yet, and until when they are waited for."""
         self._complaints: set[str] = set()
+        self._silent = False
+        """The last question about calls had no answer."""
         self.num_lost = 0
         """Requests whose calls the server could not give."""
 
@@ -248,13 +250,15 @@ class VllmServerEngine:
                 the server has forgotten, or lost in a restart, gives calls of that many tokens, of
                 unknown version.
             timeout: seconds to wait, for the server and for calls that are still being aborted;
-                default: the engine's.
+                default: the engine's, or hardly at all as long as the server does not answer.
         """
         ids = list(dict.fromkeys((requests,) if isinstance(requests, str) else requests))
         received: Tokens = {}
         if isinstance(requests, Mapping):
             received = cast("Tokens", requests)
-        end = time.monotonic() + (self._timeout if timeout is None else timeout)
+        if timeout is None:
+            timeout = self._timeout / 50 if self._silent else self._timeout
+        end = time.monotonic() + timeout
         found = self._find(ids, end) if ids else []
         calls: dict[str, Call] = {}
         for request, of_it in zip(ids, found, strict=True):
@@ -278,11 +282,13 @@ class VllmServerEngine:
                 body = msgspec.json.encode({"ids": ids})
                 answer = self._server.ask("POST", "/calls", body, seconds=_left(end))
                 found, self._first = answer.found, self._first or answer.first
+                self._silent = False
             except ServerError as error:
                 self._complain("calls", error)
                 break
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() + interval >= end:
+                    self._silent = True
                     self._complain("calls", error)
                     break
             else:
@@ -427,14 +433,18 @@ class _Server:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        try:
+            port, known = parts.port, parts.scheme in ("http", "https") and not parts.query
+        except ValueError:
+            port, known = None, False
+        if not known or parts.hostname is None:
             raise ValueError(f"url: {url!r} is none of a server; pass one like http://host:8000")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("api_key: it cannot stand in a header")
         path = parts.path.rstrip("/")
         self._root = path.removesuffix("/v1") + "/staleness"
-        self.url = f"{parts.scheme}://{parts.hostname}:{parts.port or ''}{self._root}"
-        self._host, self._port = parts.hostname, parts.port
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._root}"
+        self._host, self._port = parts.hostname, port
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._headers = {"Content-Type": "application/json"}
         if api_key:

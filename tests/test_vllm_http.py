@@ -491,11 +491,37 @@ def test_a_server_that_is_away(place: Place) -> None:
     assert not thread.is_alive()
 
 
+def test_calls_of_a_server_that_stays_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for the first time, hardly the next, and again once it has answered."""
+    ask, tries, away = place.engine._server.ask, [0], True
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        tries[-1] += 1
+        if away:
+            raise ConnectionRefusedError("away")
+        return ask(*args, **kwargs)
+
+    monkeypatch.setattr(place.engine._server, "ask", asked)
+    monkeypatch.setattr(place.engine, "_timeout", 0.5)
+    for _ in range(2):
+        assert place.engine.calls("a") == ()
+        tries.append(0)
+    assert tries[0] > tries[1] > 0
+    away = False
+    place.call("a", 10)
+    assert len(place.engine.calls("a")) == 1
+    away = True
+    tries.append(0)
+    assert place.engine.calls("a") == ()
+    assert tries[-1] > tries[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"url": "localhost:8000"}, "url: 'localhost:8000'"),
         ({"url": "ftp://host"}, "url: 'ftp://host'"),
+        ({"url": "http://host:port"}, "url: 'http://host:port'"),
         ({"url": "http://host", "name": ""}, "name:"),
         ({"url": "http://host", "timeout": 0}, "timeout: 0"),
         ({"url": "http://host", "api_key": "a\nb"}, "api_key:"),
