@@ -71,12 +71,15 @@ _NEEDED = {
     "_trainer_version": (),
     "_train_steps": (),
     "_buffer._group_ids": (),
+    "_buffer.ready_list": (),
+    "_buffer.meta_list": (),
+    "_buffer.start_weight_list": (),
 }
 """What an attachment holds on to, and the parameters that it reads by name."""
 
 _IF_THERE = {
     "_finalize_with_actor": ("request",),
-    "_buffer.commit_finalized": ("group_id", "meta"),
+    "_buffer.commit_finalized": ("group_id", "meta", "group_min_wv"),
     "_buffer.seal_group": ("group_id", "record"),
     "_buffer.load_state_dict": ("state",),
 }

@@ -1,10 +1,10 @@
 """Stand-ins with NeMo RL's signatures: it cannot run here (CUDA, Python 3.13). No code is theirs.
 
-The signatures were written down from NVIDIA-NeMo/RL at commit
-``00420a153d2c45366226de1eedf44609b5a7b144`` (single controller, replay buffer, reassembler and its
-actor, vLLM worker, worker group, logger, weight synchronizer) and, for the capture in the worker,
-from NVIDIA-NeMo/Gym's ``token_id_capture/staging/capture.py`` of the same weeks. `OldBuffer` and
-`old_controller` are of ``7ea279abfbeb698b092856d0dab61e7cf39bc909``, which had no capture.
+The signatures were written down from NVIDIA-NeMo/RL: of the single controller, the reassembler and
+its actor at commit ``00420a153d2c45366226de1eedf44609b5a7b144``, of the replay buffer and the vLLM
+worker as stored of the same weeks, of all else at ``7ea279abfbeb698b092856d0dab61e7cf39bc909``
+(no token capture: `OldBuffer`, `OldController`). The capture in the worker is that of
+NVIDIA-NeMo/Gym's ``token_id_capture/staging/capture.py`` of those weeks.
 `REAL` says which class is which; test_nemo_rl.py compares them where the package is installed.
 """
 
