@@ -1,6 +1,7 @@
 # `make demo` and `make test` build what they need; a second run builds nothing.
 #
 #   demo      an asynchronous training run, measured (ARGS="..." for its options)
+#   demo-trl  the same by TRL's trainer, against a vLLM server
 #   test      lint, types, the core's tests, the engine tests under both vLLM versions
 #   test-all  the same with the tests marked slow
 #   bench     the benchmarks: ratios, each taken in one run
@@ -33,12 +34,15 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_COMPILE_DISABLE ?= 1
 endif
 
-.PHONY: demo test test-all core-tests engine-tests engine-tests-029 lint types format bench pictures clean
+.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 lint types format bench pictures clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(NEW)/.ready
 	$(NEW)/bin/python examples/async_grpo.py $(ARGS)
+
+demo-trl: $(NEW)/.ready
+	$(NEW)/bin/python examples/trl_async_grpo.py $(ARGS)
 
 test: lint types core-tests engine-tests engine-tests-029
 

@@ -56,6 +56,18 @@ LONGEST_COMPLETION = 120
 LONGEST = 256
 """Tokens of prompt and completion."""
 
+MAX_STALENESS = 5
+"""The server has two places for adapters more."""
+
+CONFIG = {
+    "use_cpu": True,
+    "bf16": False,
+    "dtype": "float32",
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+}
+"""Of the trainer."""
+
 TRANSFER = "store"
 """What the server calls the way its weights come."""
 
@@ -123,7 +135,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         transfer = json.dumps({"backend": TRANSFER})
-        way = {"enable-lora": True, "max-loras": 8, "max-lora-rank": 8}
+        way = {"enable-lora": True, "max-loras": MAX_STALENESS + 2, "max-lora-rank": 8}
         if not lora:
             way = {
                 "weight-transfer-config": transfer,

@@ -132,6 +132,11 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """The callback of the core, from the first sync on; None on all ranks but the first."""
         return self._core
 
+    @property
+    def trace(self) -> str | None:
+        """Where the trace is written; None before the first sync, and on ranks that write none."""
+        return None if self._core is None else self._core.trace
+
     # What the trainer tells.
 
     def on_train_begin(
