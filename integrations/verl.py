@@ -87,6 +87,7 @@ PREFIX = "staleness_"
 FIELD = "rl_staleness"
 """Where the attempts of a row travel: a key of its ``extra_fields``."""
 STATE = "rl_staleness.json"
+ATTEMPTS = f"reading the attempts of rows (workers of your own: `recording` in {__name__})"
 
 _HOOKS = {
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer": {
@@ -387,7 +388,7 @@ class Measurement:
 
     def _calls(self, row: Row) -> tuple[list[Call], int]:
         if row.found is None:
-            self.guard.note(f"finding the attempts of rows (see `recording` in {__name__})")
+            self.guard.note(ATTEMPTS)
             return self._bounded(row), 0
         pieces = self._pieces.setdefault(row.key, {}) if self.late_masks else {}
         calls: list[Call] = []
@@ -407,7 +408,7 @@ class Measurement:
         """A call that lies in one version, by the table of labels."""
         version = None if label is None else self.labels.get(label)
         if version is None:
-            self.guard.note(f"finding which version label {label!r} stands for")
+            self.guard.note("finding which version a label stands for", KeyError(label))
             return _between(name, server, tokens, oldest=0, newest=LARGEST)
         replica = self._replicas.get(server)
         refit = None if replica is None else replica.refits.get(version)
@@ -612,7 +613,8 @@ class _MeasuredTrainer(_Trainer):
     def _balance_batch(self, batch: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
         if self._staleness is not None:
             with self._staleness.guard("telling of a sample"):
-                self._staleness.publish(_rows(batch.keys, batch.tags, batch.partition_id))
+                rows = _rows(batch.keys, batch.tags, batch.partition_id, self._staleness.guard)
+                self._staleness.publish(rows)
         return super()._balance_batch(batch, metrics, *args, **kwargs)
 
     def _update_actor(self, batch: Any, metrics: Any) -> Any:
@@ -645,7 +647,8 @@ class _MeasuredTrainer(_Trainer):
     ) -> None:
         if self._staleness is not None:
             with self._staleness.guard("telling of a drop"):
-                self._staleness.drop(_rows(keys, tags, "train"), reason=reason)
+                rows = _rows(keys, tags, "train", self._staleness.guard)
+                self._staleness.drop(rows, reason=reason)
 
 
 class _RecordingClient(_Client):
@@ -759,7 +762,7 @@ def _refitting(manager: Any, measurement: Measurement) -> Any:
 
 
 def _servers(manager: Any) -> list[str]:
-    names = [getattr(replica, "_server_address", None) for replica in manager.replicas]
+    names = [getattr(replica, "server_address", None) for replica in manager.replicas]
     return [name for name in names if isinstance(name, str)]
 
 
@@ -792,16 +795,20 @@ def _dropping(buffer: Any, dropped: Callable[..., None]) -> Any:
     return _twin(buffer, methods)
 
 
-def _rows(keys: Sequence[str], tags: Sequence[Any], partition: str) -> list[Row]:
-    """Fetch what the workers attached."""
-    if not keys:
-        return []
-    extras = _fetch(keys, partition, "extra_fields")
-    found = [getattr(one, "data", one).get(FIELD) for one in extras]
+def _rows(keys: Sequence[str], tags: Sequence[Any], partition: str, guard: Guard) -> list[Row]:
+    """Fetch what the workers attached; what cannot be read is none."""
+    found: list[Any] = [None] * len(keys)
+    masks: dict[str, Any] = {}
+    if keys:
+        with guard(ATTEMPTS):
+            extras = _fetch(keys, partition, "extra_fields")
+            found = [getattr(one, "data", one).get(FIELD) for one in extras]
     bare = [key for key, one in zip(keys, found, strict=True) if one is None]
-    masks = dict(zip(bare, _fetch(bare, partition, "response_mask"), strict=True)) if bare else {}
+    if bare:
+        with guard("reading response_mask"):
+            masks = dict(zip(bare, _fetch(bare, partition, "response_mask"), strict=True))
     return [
-        Row(key, {**tag, "trained": int(masks[key].sum())} if key in masks else tag, one)
+        Row(key, {**tag, "trained": int(sum(masks[key]))} if key in masks else tag, one)
         for key, tag, one in zip(keys, tags, found, strict=True)
     ]
 
