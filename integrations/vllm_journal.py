@@ -150,7 +150,7 @@ class Journal:
         self._by_id: dict[str, dict[Request, None]] = {}
         self._closed: list[Request] = []  # answered, with calls that are still being aborted
         self._finished: dict[int, Request] = {}
-        self._num_finished = self._num_calls = self._num_running = 0
+        self._num_finished = self._num_calls = self._num_running = self._num_open = 0
 
     # What the trainer that drives the refits says. Each may be said again, which changes nothing.
 
@@ -257,6 +257,11 @@ class Journal:
 
     # Requests.
 
+    def open(self, *ids: str) -> Request:
+        """A request has come; `close` it when it is over."""
+        self._num_open += 1
+        return Request(list(ids))
+
     def index(self, request: Request) -> None:
         """Let a request be found by its ids; again when there are more of them."""
         for name in request.ids:
@@ -264,6 +269,7 @@ class Journal:
 
     def close(self, request: Request) -> None:
         """A request was answered, or its client is gone."""
+        self._num_open -= 1
         if not request.capture.calls:
             self._forget(request)
             return
@@ -309,6 +315,7 @@ class Journal:
             "pause": self._num_pauses,
             "run": self._run is not None,
             "known": self._run is not None and self._run.known,
+            "open": self._num_open,
             "finished": self._num_finished,
             "kept": len(self._finished),
             "forgotten": self.forgotten,

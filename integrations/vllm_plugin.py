@@ -91,13 +91,12 @@ def _follow(llm: Any) -> None:
 def _capturing(journal: Journal, original: Callable[..., Any]) -> Callable[..., Any]:
     """Capture what nobody else captures."""
     from rl_staleness.engines import captured, capturing
-    from rl_staleness.integrations.vllm_journal import Request
 
     @wraps(original)
     async def add_request(request_id: str, *args: Any, **kwargs: Any) -> Any:
         if capturing() is not None:
             return await original(request_id, *args, **kwargs)
-        request = Request([str(request_id)])
+        request = journal.open(str(request_id))
         journal.index(request)
         try:
             with captured(request.capture):

@@ -44,7 +44,7 @@ from typing import Any
 import msgspec
 
 from rl_staleness.engines import captured
-from rl_staleness.integrations.vllm_journal import KEPT_CALLS, Journal, Request, refusal
+from rl_staleness.integrations.vllm_journal import KEPT_CALLS, Journal, refusal
 from rl_staleness.integrations.vllm_routes import respond
 
 __all__ = ["ROUTE", "StalenessMiddleware"]
@@ -120,7 +120,7 @@ class StalenessMiddleware:
     async def _capture(self, journal: Journal, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand a request on, and keep what calls it makes."""
         header = _header(scope, b"x-request-id")
-        request = Request([header] if header else [])
+        request = journal.open(*([header] if header else []))
 
         def note() -> None:
             state = scope.get("state", {})

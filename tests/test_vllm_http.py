@@ -387,7 +387,8 @@ def test_the_oldest_calls_are_forgotten(place: Place) -> None:
     place.begin("running")
     for number in range(12):
         place.call(f"r{number}", 10, header=f"h{number}")
-    assert {k: place.get()[k] for k in ("finished", "kept", "forgotten")} == {
+    assert {k: place.get()[k] for k in ("open", "finished", "kept", "forgotten")} == {
+        "open": 1,
         "finished": 12,
         "kept": 5,
         "forgotten": 7,
@@ -509,7 +510,7 @@ def test_calls_of_a_server_that_stays_away(place: Place, monkeypatch: pytest.Mon
     assert tries[0] > tries[1] > 0
     away = False
     place.call("a", 10)
-    assert len(place.engine.calls("a")) == 1
+    assert len(place.engine.calls("a", timeout=10)) == 1
     away = True
     tries.append(0)
     assert place.engine.calls("a") == ()

@@ -55,6 +55,7 @@ def test_many_calls_at_once(run: HttpRun, calls: int) -> None:
     async def work() -> None:
         async with run.client(), run.pilot() as reached:
             rollouts = run.rollouts(calls, 100)
+            await run.begun(calls // 2)
             for clear_cache in (False, True, False):
                 await reached(25)
                 await run.refit(clear_cache=clear_cache)
@@ -77,6 +78,7 @@ def test_a_trainer_that_is_late(run: HttpRun) -> None:
     async def work() -> None:
         async with run.client(), run.pilot() as reached:
             rollouts = run.rollouts(50, 400)
+            await run.begun(50)
             await reached(30)
             run.staleness.on_step([])
             await run.pause()
@@ -95,7 +97,7 @@ def test_a_trainer_that_is_late(run: HttpRun) -> None:
     verdict = run.verdict()
     assert verdict.online.wrong == 0
     assert (verdict.step.coverage, verdict.step.violations) == (1.0, 0)
-    assert verdict.step.spanning_calls >= 50
+    assert verdict.step.spanning_calls > 25
 
 
 def test_a_refit_that_fails_and_its_repetition(run: HttpRun) -> None:

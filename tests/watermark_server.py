@@ -78,7 +78,7 @@ class ServedOverHttp:
                 env={**os.environ, **SETTINGS, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
             )
 
-    def wait(self, *, seconds: float = 300) -> ServedOverHttp:
+    def wait(self, *, seconds: float = 600) -> ServedOverHttp:
         """Wait until it serves."""
         end = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < end:
@@ -250,6 +250,15 @@ class HttpRun:
         answer = await self.post("/v1/completions", self.body(tokens, **more), request=request)
         received = [choice["token_ids"] for choice in answer["choices"]]
         await self.publish(request, received)
+
+    async def begun(self, number: int) -> None:
+        """Wait until so many requests have reached the server and are not answered."""
+        assert self._session is not None
+        num_open = 0
+        while num_open < number:
+            await asyncio.sleep(0.02)
+            async with self._session.get("/staleness") as response:
+                num_open = (await response.json())["open"]
 
     async def publish(self, request: str, received: list[list[int]]) -> tuple[Call, ...]:
         """Publish a group of which the trainer got these tokens, call by call."""
