@@ -635,6 +635,11 @@ class RayWorkerGroup:
 
         return ObjectRef(self._pools[worker_idx].submit(work))
 
+    def settle(self) -> None:
+        """Wait until the workers did what they were sent."""
+        for pool in self._pools:
+            pool.submit(int).result()
+
     def stop(self) -> None:
         for pool in self._pools:
             pool.shutdown()

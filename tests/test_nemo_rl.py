@@ -886,6 +886,7 @@ def test_detaching_restores_every_object(rigs: Any) -> None:
     """Each object has what it had, by identity; a second time does nothing."""
     rig = rigs()
     rig.attachment.close()
+    rig.group.settle()
     controller, worker = rig.controller, rig.workers[0]
     owners = [
         controller,
