@@ -43,18 +43,17 @@ measured (the trainer v1 mode ``separate_async`` takes its place). Tested with v
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -89,7 +88,7 @@ FIELD = "rl_staleness"
 STATE = "rl_staleness.json"
 ATTEMPTS = f"reading the attempts of rows (workers of your own: `recording` in {__name__})"
 
-_HOOKS = {
+_HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer": {
         "__init__": ("config",),
         "_setup": (),
@@ -287,6 +286,16 @@ def _noticed() -> Future[None]:
     return future
 
 
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands beside verl's own checkpoint."""
+
+    version: int
+    """Policy updates so far."""
+    labels: dict[int, int]
+    """Versions by label."""
+    run: str | None = None
+
+
 class Row(NamedTuple):
     """One output of an agent loop, as the trainer finds it in the queue."""
 
@@ -336,7 +345,7 @@ class Measurement:
     # Refits.
 
     @contextmanager
-    def refit(self, servers: Iterable[str], label: int | None) -> Iterator[None]:
+    def refit(self, servers: Iterable[str], label: int | None) -> Generator[None]:
         """Weights are sent to servers; their requests are aborted first, or none are running."""
         names = list(servers)
         self.callback.on_refit_paused(engines=names, mode="abort")
@@ -487,9 +496,9 @@ class Measurement:
     def save(self, folder: Path) -> None:
         """Write what a resumed run needs beside verl's own checkpoint."""
         labels = dict(sorted(self.labels.items())[-1000:])
-        state = {"run": self._run, "version": self.callback.version, "labels": labels}
+        saved = Saved(run=self._run, version=self.callback.version, labels=labels)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE).write_text(json.dumps(state))
+        (folder / STATE).write_bytes(msgspec.json.encode(saved))
         self.callback.on_checkpoint()
 
     def close(self, status: str) -> None:
@@ -620,7 +629,8 @@ class _MeasuredTrainer(_Trainer):
     def _update_actor(self, batch: Any, metrics: Any) -> Any:
         batch = super()._update_actor(batch, metrics)
         if self._staleness is not None:
-            self._staleness.count(_num_updates(self, batch))
+            with self._staleness.guard("counting policy updates"):
+                self._staleness.count(_num_updates(self, batch))
             with self._staleness.guard("finding the mini-batches of a sample"):
                 padding = [bool(tag.get("is_padding")) for tag in batch.tags]
                 cut = _cut(self, batch)
@@ -642,12 +652,15 @@ class _MeasuredTrainer(_Trainer):
                 self._staleness.save(folder / f"global_step_{self.global_steps}")
         super()._save_checkpoint()
 
-    def _dropped(
-        self, keys: Sequence[str], tags: Sequence[Any], reason: Callable[[str], str]
-    ) -> None:
+    def _dropped(self, buffer: Any, uids: Iterable[str], reason: Callable[[str], str]) -> None:
         if self._staleness is not None:
             with self._staleness.guard("telling of a drop"):
-                rows = _rows(keys, tags, "train", self._staleness.guard)
+                tags = {
+                    key: tag
+                    for key, tag in buffer.partitions["train"].items()
+                    if key.split("_")[0] in uids
+                }
+                rows = _rows([*tags], [*tags.values()], "train", self._staleness.guard)
                 self._staleness.drop(rows, reason=reason)
 
 
@@ -698,7 +711,7 @@ def _note(output: Any) -> None:
 
 def _attach(output: Any, *, process: str) -> None:
     attempts = _session.get()
-    outputs = output if isinstance(output, list) else [output]
+    outputs: list[Any] = [output] if hasattr(output, "response_ids") else list(output)
     if attempts is not None:
         with _guard("attaching attempts to a row"):
             rows = [(one.response_ids, one.response_mask) for one in outputs]
@@ -732,7 +745,7 @@ def _answering(client: Any, process: str) -> Any:
     """The same client, noting each attempt where the class of them all makes it."""
     innermost = import_module("verl.workers.rollout.llm_server").LLMServerClient
     inner = type("RecordingClient", (_RecordingClient, innermost), {})
-    own = type(client)
+    own = _class_of(client)
     bases = (inner,) if own is innermost else (own, inner)
     twin: Any = object.__new__(type(f"Recording{own.__name__}", bases, {}))
     twin.__dict__.update(client.__dict__)
@@ -740,9 +753,13 @@ def _answering(client: Any, process: str) -> Any:
     return twin
 
 
+def _class_of(thing: Any) -> Any:
+    return cast("Any", type(thing))
+
+
 def _twin(original: Any, methods: Mapping[str, Any]) -> Any:
     """An object of a subclass with the state of another: they share it."""
-    own = type(original)
+    own = _class_of(original)
     twin: Any = object.__new__(type(own.__name__, (own,), dict(methods)))
     twin.__dict__ = original.__dict__
     return twin
@@ -750,11 +767,11 @@ def _twin(original: Any, methods: Mapping[str, Any]) -> Any:
 
 def _refitting(manager: Any, measurement: Measurement) -> Any:
     """The same checkpoint manager, whose weight syncs are refits."""
-    plain = type(manager).update_weights
+    plain = _class_of(manager).update_weights
 
     async def update_weights(self: Any, global_steps: int | None = None) -> Any:
         with measurement.refit(_servers(self), global_steps):
-            result = plain(self, global_steps)
+            result: Any = plain(self, global_steps)
             return await result if inspect.isawaitable(result) else result
 
     auto_await = import_module("verl.utils.ray_utils").auto_await
@@ -762,7 +779,9 @@ def _refitting(manager: Any, measurement: Measurement) -> Any:
 
 
 def _servers(manager: Any) -> list[str]:
-    names = [getattr(replica, "server_address", None) for replica in manager.replicas]
+    names = [
+        getattr(replica, "server_address", None) for replica in getattr(manager, "replicas", ())
+    ]
     return [name for name in names if isinstance(name, str)]
 
 
@@ -772,12 +791,17 @@ def _dropping(buffer: Any, dropped: Callable[..., None]) -> Any:
         name = type(buffer).__qualname__
         _log.warning("rl_staleness: %s does not say what it drops: dropped_tokens stays 0", name)
         return buffer
-    clear, evict = type(buffer)._clear_groups, type(buffer)._evict_terminal_groups
+    clear = _class_of(buffer)._clear_groups
+    evict = _class_of(buffer)._evict_terminal_groups
     reasons: dict[str, str] = {}
 
+    def reason(uid: str) -> str:
+        return reasons.get(uid, "surplus")
+
     def _evict_terminal_groups(self: Any, global_steps: int, partition_id: str, why: Any) -> Any:
-        for uids, reason in zip(why, ("stale", "filtered", "failed"), strict=False):
-            reasons.update(dict.fromkeys(uids, reason))
+        with _guard("reading why prompts are evicted"):
+            for uids, name in zip(why, ("stale", "filtered", "failed"), strict=False):
+                reasons.update(dict.fromkeys(uids, name))
         try:
             return evict(self, global_steps, partition_id, why)
         finally:
@@ -785,10 +809,7 @@ def _dropping(buffer: Any, dropped: Callable[..., None]) -> Any:
 
     def _clear_groups(self: Any, partition_id: str, uids: Any) -> Any:
         if partition_id == "train":
-            items = [(k, t) for k, t in self.partitions["train"].items() if k.split("_")[0] in uids]
-            dropped(
-                [k for k, _ in items], [t for _, t in items], lambda u: reasons.get(u, "surplus")
-            )
+            dropped(self, uids, reason)
         return clear(self, partition_id, uids)
 
     methods = {"_evict_terminal_groups": _evict_terminal_groups, "_clear_groups": _clear_groups}
@@ -848,7 +869,7 @@ def _cut(trainer: Any, batch: Any) -> list[list[str]] | None:
 
 def _adopt(config: Any) -> None:
     """Let verl see its own mode, whose settings are the trainer's, and use workers of ours."""
-    options = config.trainer.get("staleness") or {}
+    options: Mapping[str, Any] = config.trainer.get("staleness") or {}
     for name in options:
         if name not in OPTIONS:
             listed = ", ".join(OPTIONS)
@@ -866,37 +887,37 @@ def _adopt(config: Any) -> None:
 
 def _measurement(trainer: Any, servers: Sequence[str]) -> Measurement:
     config, done = trainer.config, int(trainer.global_steps)
-    options = dict(config.trainer.get("staleness") or {})
+    options: dict[str, Any] = dict(config.trainer.get("staleness") or {})
     actor = config.actor_rollout_ref.actor
     sample = config.data.train_batch_size // trainer.parameter_sync_step
-    state = _restored(config, done) if done else {}
-    if done and not state:
+    saved = _restored(config, done)
+    if saved is None:
         per_sample = max(1, sample // actor.ppo_mini_batch_size) * actor.ppo_epochs
-        state = {"version": done * per_sample * trainer.parameter_sync_step, "labels": {}}
+        saved = Saved(version=done * per_sample * trainer.parameter_sync_step, labels={})
         _log.warning(
             "rl_staleness: the checkpoint of step %d has no %s: %d policy updates are assumed, and"
             " rollouts from before have bounds",
-            *(done, STATE, state["version"]),
+            *(done, STATE, saved.version),
         )
-    run = options.pop("run", None) or state.get("run") or uuid.uuid4().hex
-    local = Path(config.trainer.default_local_dir)
+    run: str = options.pop("run", None) or saved.run or uuid.uuid4().hex
     if "trace" not in options:
-        local.mkdir(parents=True, exist_ok=True)
-        options["trace"] = local / "rollout_trace.jsonl"
-    correction = config.algorithm.get("rollout_correction") or {}
-    late_masks = bool(correction.get("rollout_rs")) and not correction.get("bypass_mode")
+        folder = Path(config.trainer.default_local_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        options["trace"] = folder / "rollout_trace.jsonl"
+    late_masks = _masks_are_late(config)
+    about = {
+        "trainer": "verl",
+        "verl": _installed(),
+        "trainer_mode": str(config.trainer.v1.trainer_mode),
+        "parameter_sync_step": int(trainer.parameter_sync_step),
+    }
     callback = StalenessCallback(
         run=run,
-        version=state.get("version", 0),
+        version=saved.version,
         step=done + 1,
         sinks=[],
         late_masks=late_masks,
-        about={
-            "trainer": "verl",
-            "verl": _installed(),
-            "trainer_mode": str(config.trainer.v1.trainer_mode),
-            "parameter_sync_step": int(trainer.parameter_sync_step),
-        },
+        about=about,
         **options,
     )
     return Measurement(
@@ -904,21 +925,36 @@ def _measurement(trainer: Any, servers: Sequence[str]) -> Measurement:
         servers=servers,
         by_row=sample > actor.ppo_mini_batch_size,
         late_masks=late_masks,
-        labels={int(label): version for label, version in state.get("labels", {}).items()},
+        labels=saved.labels,
         run=run,
     )
 
 
-def _restored(config: Any, done: int) -> dict[str, Any]:
-    """What `Measurement.save` wrote with the checkpoint that verl goes on from."""
+def _masks_are_late(config: Any) -> bool:
+    """Whether tokens are rejected after the rollout, where the trainer sees it."""
+    correction: Any = config.algorithm.get("rollout_correction") or {}
+    if not correction.get("rollout_rs"):
+        return False
+    if correction.get("bypass_mode"):
+        _log.warning(
+            "rl_staleness: rollout_rs rejects tokens within the loss in bypass_mode: they are"
+            " counted as trained"
+        )
+        return False
+    return True
+
+
+def _restored(config: Any, done: int) -> Saved | None:
+    """What `Measurement.save` wrote with the checkpoint that verl goes on from, if any."""
+    if not done:
+        return Saved(version=0, labels={})
     folder = Path(config.trainer.default_local_dir) / f"global_step_{done}"
     if config.trainer.resume_mode == "resume_path":
         folder = Path(config.trainer.resume_from_path)
     try:
-        state = json.loads((folder / STATE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+        return msgspec.json.decode((folder / STATE).read_bytes(), type=Saved)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _installed() -> str:
@@ -933,7 +969,7 @@ def mismatches() -> list[str]:
     problems: list[str] = []
     for path, methods in _HOOKS.items():
         module, _, name = path.partition(":")
-        owner = getattr(import_module(module), name, None)
+        owner: Any = getattr(import_module(module), name, None)
         owner = getattr(owner, "__ray_actor_class__", owner)
         for method, names in methods.items():
             function = getattr(owner, method, None)

@@ -283,7 +283,7 @@ def test_rows_of_before_a_restart_have_the_versions_of_the_checkpoint(tmp_path: 
         pass
     made.save(tmp_path / "global_step_1")
     state = json.loads((tmp_path / "global_step_1" / verl.STATE).read_text())
-    assert state == {"run": "r", "version": 2, "labels": {"0": 0, "1": 2}}
+    assert state == {"version": 2, "labels": {"0": 0, "1": 2}, "run": "r"}
     made.close("finished")
 
     callback = StalenessCallback(trace=None, sinks=[], version=2, step=2)

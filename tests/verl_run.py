@@ -285,6 +285,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
                 "actor_rollout_ref.rollout.agent.num_workers=1",
                 "actor_rollout_ref.rollout.n=2",
                 "data.train_batch_size=4",
+                "++data.gen_batch_size=1",
                 "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
                 *options.get("overrides", ()),
             ],
