@@ -4,6 +4,7 @@
 #   demo-trl  the same by TRL's trainer, against a vLLM server
 #   test      lint, types, the core's tests, the engine tests under both vLLM versions
 #   test-all  the same with the tests marked slow
+#   verl-tests  the adapter for verl against verl's released classes
 #   bench     the benchmarks: ratios, each taken in one run
 #   pictures  the pictures of the README, made anew from two runs of the demo (needs Chromium)
 #   lint, types, format, clean
@@ -14,6 +15,7 @@ NOT_SLOW = and not slow
 
 NEW := .venv
 OLD := .venv-vllm029
+VERL := .venv-verl
 TYPED = rl_staleness examples $(wildcard tests/typing)
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests)
 
@@ -34,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_COMPILE_DISABLE ?= 1
 endif
 
-.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 lint types format bench pictures clean
+.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 verl-tests lint types format bench pictures clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -58,6 +60,10 @@ engine-tests: $(NEW)/.ready
 engine-tests-029: $(OLD)/.ready
 	$(OLD)/bin/python -m pytest -m "engine $(NOT_SLOW)" $(ENGINE_TESTS)
 
+# verl pins versions that vLLM does not take: its released classes have an environment of their own.
+verl-tests: $(VERL)/.ready
+	$(VERL)/bin/python -m pytest tests/test_verl.py
+
 lint: $(NEW)/.ready
 	$(NEW)/bin/ruff check .
 	$(NEW)/bin/ruff format --check .
@@ -78,7 +84,7 @@ pictures: $(NEW)/.ready
 	$(NEW)/bin/python -m tests.pictures
 
 clean:
-	rm -rf $(NEW) $(OLD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(NEW) $(OLD) $(VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An environment is made anew when its lock changes; this package is linked into it anew when its
 # metadata changes.
@@ -87,6 +93,9 @@ $(NEW)/.packages: .ci/locks/vllm-0.32.txt
 
 $(OLD)/.packages: .ci/locks/vllm-0.29.txt
 	@sh .ci/environment "$(PYTHON)" $(OLD) $< --editable ".[vllm]" vllm==0.29.0 pytest hypothesis "setuptools>=77"
+
+$(VERL)/.packages: .ci/locks/verl-0.9.1.txt
+	@sh .ci/environment "$(PYTHON)" $(VERL) $< --editable . "verl[verl-core]==0.9.1" pytest "setuptools>=77"
 
 %/.ready: %/.packages setup.cfg pyproject.toml
 	@$*/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .

@@ -615,3 +615,72 @@ def run_verl(folder: Path, *overrides: str, **options: Any) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "truth.json").read_text())
     return found
+
+
+def check(folder: Path, truth: dict[str, Any], *, updates: int) -> list[dict[str, Any]]:
+    """Every trained token counts under the version of the weights that made it, nothing else."""
+    trace = folder / "checkpoints" / "rollout_trace.jsonl"
+    command = [sys.executable, "-m", "rl_staleness.cli", "steps", "--json", str(trace)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    steps = {line["step"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert truth["steps"]
+    for number, samples in truth["steps"].items():
+        made: dict[str, int] = {}
+        for label, tokens in (item for sample in samples for item in sample.items()):
+            version = str(int(label) * updates)
+            made[version] = made.get(version, 0) + tokens
+        step = steps[int(number)]
+        assert step["tokens_by_version"] == made
+        assert (step["coverage"], step["violations"]) == (1, 0)
+        assert step["version"] == (int(number) - 1) * updates
+    return [*steps.values()]
+
+
+@pytest.mark.slow
+def test_verl_itself_colocated_with_rollouts_that_are_aborted_and_a_restart(tmp_path: Path) -> None:
+    """Every token's weights are in the token: two updates a step, restarted after step 4."""
+    needs_verl()
+    mode = ("trainer.v1.trainer_mode=staleness_colocate_async", "trainer.save_freq=2")
+    split = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    options = {"seconds_a_token": 0.05}
+    steps = "trainer.total_training_steps"
+    truth = run_verl(tmp_path, *mode, split, f"{steps}=4", **options)
+    check(tmp_path, truth, updates=2)
+    assert truth["logged"]["staleness/coverage"] == 1
+    assert "training/off_policy/trajectory_staleness/mean" in truth["logged"]
+    own = ["verl.checkpoint_engine.base", "verl.trainer.ppo.v1.replay_buffer"]
+    assert truth["types"] == own
+    again = run_verl(tmp_path, *mode, split, f"{steps}=6", **options)
+    assert sorted(again["steps"]) == ["5", "6"]
+    every = check(tmp_path, again, updates=2)
+    assert [step["step"] for step in every] == [1, 2, 3, 4, 5, 6]
+    lines = events(tmp_path / "checkpoints" / "rollout_trace.jsonl")
+    assert len({line["run"] for line in lines if line["event"] == "run_started"}) == 1
+    assert any(line.get("restored") for line in lines)
+    rows = [line for line in lines if line["event"] == "group_published"]
+    assert any(len(row.get("tokens", ())) + len(row.get("calls", ())) > 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_verl_itself_separate_with_filtered_groups(tmp_path: Path) -> None:
+    """Two samples of one update a step; groups that are all alike are evicted and replaced."""
+    needs_verl()
+    truth = run_verl(
+        tmp_path,
+        "trainer.v1.trainer_mode=staleness_separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=reward",
+        "trainer.total_training_steps=6",
+        seconds_a_token=0.05,
+    )
+    check(tmp_path, truth, updates=2)
+    lines = events(tmp_path / "checkpoints" / "rollout_trace.jsonl")
+    assert {line["reason"] for line in lines if line["event"] == "group_dropped"} == {"filtered"}
+    steps = [line for line in lines if line["event"] == "step_trained"]
+    assert [[len(batch) for batch in step["batches"]] for step in steps] == [[2, 2]] * 6

@@ -182,6 +182,7 @@ def trainer_class(base: Any, options: dict[str, Any]) -> Any:
             from omegaconf import OmegaConf
             from verl.checkpoint_engine import CheckpointEngineManager
             from verl.utils.config import omega_conf_to_dataclass
+            from verl.utils.ray_utils import auto_await
             from verl.workers.rollout.llm_server import LLMServerManager
 
             actor = self.config.actor_rollout_ref
@@ -211,9 +212,23 @@ def trainer_class(base: Any, options: dict[str, Any]) -> Any:
             self.llm_server_manager = self.standalone_server_manager = manager
             engine = omega_conf_to_dataclass(actor.rollout.checkpoint_engine)
             engine.backend = "naive"
-            self.checkpoint_manager = CheckpointEngineManager(
+
+            class Separate(CheckpointEngineManager):  # type: ignore[misc]
+                @auto_await
+                async def update_weights(self, global_steps: int | None = None) -> Any:
+                    await self.abort_replicas()  # and no process group
+                    sent = await CheckpointEngineManager.update_weights(self, global_steps)
+                    await self.resume_generation_replicas()
+                    return sent
+
+            is_separate = hasattr(base, "switch_to_trainer")
+            manager_class = Separate if is_separate else CheckpointEngineManager
+            self.checkpoint_manager = manager_class(
                 config=engine, actor_wg=self.actor_rollout_wg, replicas=replicas
             )
+            if is_separate:
+                self.standalone_checkpoint_manager = self.checkpoint_manager
+                self.current_mode = None  # of hybrid replicas: there are none
             assert ray.is_initialized() and OmegaConf.is_config(self.config)
             self._load_checkpoint()
 
@@ -322,8 +337,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         },
         "logged": {k: v for k, v in trainer.logged.items() if isinstance(v, (int, float))},
         "types": [
-            type(trainer.checkpoint_manager).__module__,
-            type(trainer.replay_buffer).__name__,
+            type(part).__module__ for part in (trainer.checkpoint_manager, trainer.replay_buffer)
         ],
     }
     (folder / "truth.json").write_text(json.dumps(truth, default=float))
