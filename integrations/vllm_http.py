@@ -305,7 +305,9 @@ class VllmServerEngine:
         ]
 
     def _own(self, call: Call) -> Call:
-        return msgspec.structs.replace(call, engine=self._name)
+        # A server that was restarted does not know yet from which version the run started.
+        version = max(call.version, self._first)
+        return msgspec.structs.replace(call, engine=self._name, version=version)
 
     def _lose(self, request: str, tokens: int | Sequence[int]) -> list[Call]:
         """Calls that nobody knows anything of but their length."""

@@ -122,11 +122,13 @@ class Request:
     ids: list[str]
     """What it is found by: the client's ``X-Request-Id``, the response's id, the engine's."""
     capture: Capture = field(default_factory=Capture)
+    is_open: bool = True
+    """It may still begin calls."""
 
     @property
     def running(self) -> int:
-        """Calls that have not ended."""
-        return sum(not call.ended for call in self.capture.calls)
+        """Calls that have not ended; 1 where there may still be one."""
+        return sum(not call.ended for call in self.capture.calls) or int(self.is_open)
 
 
 class Journal:
@@ -260,7 +262,9 @@ class Journal:
     def open(self, *ids: str) -> Request:
         """A request has come; `close` it when it is over."""
         self._num_open += 1
-        return Request(list(ids))
+        request = Request(list(ids))
+        self.index(request)  # its client may hang up, and ask, before it is answered
+        return request
 
     def index(self, request: Request) -> None:
         """Let a request be found by its ids; again when there are more of them."""
@@ -270,6 +274,7 @@ class Journal:
     def close(self, request: Request) -> None:
         """A request was answered, or its client is gone."""
         self._num_open -= 1
+        request.is_open = False
         if not request.capture.calls:
             self._forget(request)
             return

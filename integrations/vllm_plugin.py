@@ -97,7 +97,6 @@ def _capturing(journal: Journal, original: Callable[..., Any]) -> Callable[..., 
         if capturing() is not None:
             return await original(request_id, *args, **kwargs)
         request = journal.open(str(request_id))
-        journal.index(request)
         try:
             with captured(request.capture):
                 return await original(request_id, *args, **kwargs)

@@ -128,8 +128,7 @@ class StalenessMiddleware:
             begun = [call.call.rpartition("/")[0] for call in request.capture.calls]
             new = [name for name in (told, *begun) if name and name not in request.ids]
             request.ids.extend(dict.fromkeys(new))
-            if told or begun:
-                journal.index(request)
+            journal.index(request)
 
         async def noting(message: Message) -> None:
             # The client may ask for its calls as soon as it has the response's first byte.

@@ -335,6 +335,8 @@ def test_a_server_that_was_restarted(
         place.call("a", 10)
         place.restart()
         place.call("b", 20)
+        early = place.engine.calls(["b"])  # before the run has said a word to it
+        assert [call.version for call in early] == [3]
         place.begin("c")
         place.make("c", 5)
         staleness.on_step([])
@@ -419,6 +421,30 @@ def test_calls_that_have_not_ended(place: Place) -> None:
     while not (calls := place.engine.calls("h")):
         pass
     assert [(call.tokens, call.after) for call in calls] == [(10, 0)]
+
+
+def test_a_client_that_asks_before_there_is_a_call(place: Place) -> None:
+    """A request that has come but made no call yet is waited for like one that runs."""
+    entered, go_on = threading.Event(), asyncio.Event()
+    place.engine.start(version=0, refit=0).result(5)
+    original = place.llm.add_request
+
+    async def slow(*args: Any) -> None:
+        entered.set()
+        await go_on.wait()
+        await original(*args)
+
+    place.llm.add_request = slow  # type: ignore[method-assign]
+    exchange = place.server.exchange("POST", "/v1/a", [(b"x-request-id", b"h")], b"{}")
+    asyncio.run_coroutine_threadsafe(exchange, place.server.loop)
+    assert entered.wait(5)
+    assert place.get("/calls?id=h")["found"] == [[{"ids": ["h"], "running": 1, "calls": []}]]
+    place.server.loop.call_soon_threadsafe(go_on.set)
+    while "a" not in place.llm.output_processor.request_states:
+        pass
+    place.make("a", 10)
+    place.finish("a")
+    assert [call.tokens for call in place.engine.calls("h", timeout=10)] == [10]
 
 
 def test_what_needs_a_key(place: Place) -> None:

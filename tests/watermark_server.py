@@ -162,7 +162,8 @@ class HttpRun:
     async def client(self) -> AsyncIterator[HttpRun]:
         """Requests go out in here."""
         headers = {"Authorization": f"Bearer {KEY}"}
-        connector = aiohttp.TCPConnector(limit=0)
+        # The server closes what is idle, and a message may be on its way there then.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         limits = aiohttp.ClientTimeout(total=300)
         async with aiohttp.ClientSession(
             self.served.url, headers=headers, connector=connector, timeout=limits
