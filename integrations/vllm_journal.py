@@ -33,7 +33,7 @@ from rl_staleness.integrations.vllm import VllmEngine
 __all__ = ["Conflict", "Journal", "KEPT_CALLS", "Request", "refusal"]
 
 KEPT_CALLS = 32_768
-"""Finished calls that are kept for readers, some 20 MB; the oldest requests are forgotten first."""
+"""Finished calls that are kept for readers, some 40 MB; the oldest requests are forgotten first."""
 
 KEPT_CUTS = 64
 """Pauses whose counts are kept."""
