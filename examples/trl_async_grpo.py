@@ -3,9 +3,9 @@
     make demo-trl                        # on a CPU, a few minutes
     make demo-trl ARGS="--lora"          # adapters in place of whole weights; needs peft
 
-What a user of TRL adds is one line, marked below, and ``--middleware`` on the server's command line.
-What makes TRL run on a CPU is in `trl_on_cpu`. At the end stands, step by step, TRL's own number
-beside ours, and what a token was sampled from.
+What a user of TRL adds is one line, marked below, and ``--middleware`` on the command line of the
+server. What makes TRL run on a CPU is in `trl_on_cpu`. At the end stands, step by step, TRL's own
+number beside ours, and which versions the tokens were sampled from.
 """
 
 # TRL, transformers and datasets are typed in part:
@@ -21,17 +21,23 @@ import logging
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import trl_on_cpu as cpu
-from datasets import Dataset
-from transformers import PrinterCallback
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+try:
+    import trl_on_cpu as cpu
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from rl_staleness.integrations.trl import StalenessCallback
-from rl_staleness.integrations.vllm_http import MIDDLEWARE
+    from rl_staleness.integrations.trl import StalenessCallback
+    from rl_staleness.integrations.vllm_http import MIDDLEWARE
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing.name} is not installed: `make demo-trl` makes .venv, which has it")
 
 HEAD = "step  reward      kl  TRL's number  batch age = in flight + in queue  p95  coverage  "
 
@@ -48,8 +54,22 @@ def sums() -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
 
 
+def adapter() -> Any:
+    """What is trained with ``--lora``."""
+    return import_module("peft").LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+
+
 def train(
-    model: Path, url: str, output: Path, staleness: StalenessCallback, *, lora: bool, **options: Any
+    model: Path,
+    url: str,
+    output: Path,
+    staleness: StalenessCallback,
+    *,
+    lora: bool,
+    more: Sequence[TrainerCallback] = (),
+    **options: Any,
 ) -> AsyncGRPOTrainer:
     """Train, as anybody would, but for the lines that are for the CPU."""
     settings: dict[str, Any] = {
@@ -67,18 +87,13 @@ def train(
         **cpu.CONFIG,
         **options,
     }
-    adapter: Any = None
-    if lora:
-        from peft import LoraConfig
-
-        adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = AsyncGRPOTrainer(
         model=str(model),
         reward_funcs=even_digits,
         args=AsyncGRPOConfig(**settings),
         train_dataset=sums(),
-        peft_config=adapter,
-        callbacks=[staleness, cpu.BigModel()],  # staleness: all that is added
+        peft_config=adapter() if lora else None,
+        callbacks=[staleness, cpu.BigModel(), *more],  # staleness: all that is added
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(cpu.StopSoon(trainer))

@@ -11,6 +11,8 @@ through a TCP store on the loopback in place of NCCL. The model is tiny, with ra
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
 # pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
+# pyright: reportPrivateImportUsage=false, reportUnknownLambdaType=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -134,12 +136,15 @@ class Server:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
-        transfer = json.dumps({"backend": TRANSFER})
-        way = {"enable-lora": True, "max-loras": MAX_STALENESS + 2, "max-lora-rank": 8}
+        way: dict[str, Any] = {
+            "enable-lora": True,
+            "max-loras": MAX_STALENESS + 2,
+            "max-lora-rank": 8,
+        }
         if not lora:
             way = {
-                "weight-transfer-config": transfer,
-                "worker-extension-cls": f"{__name__}.ByStore",
+                "weight-transfer-config": json.dumps({"backend": TRANSFER}),
+                "worker-extension-cls": "trl_on_cpu.ByStore",
             }
         options: dict[str, Any] = {
             "model": model,
@@ -209,7 +214,7 @@ class ByStore:
     """Named on the server's command line, so that its workers read this file."""
 
 
-class StoreTransferEngine(NCCLWeightTransferEngine):
+class StoreTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
     """Takes weights as vLLM's engine for NCCL does, but from a TCP store."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
@@ -286,7 +291,7 @@ def _attention(
 
 
 @dataclass
-class BigModel(TrainerCallback):
+class BigModel(TrainerCallback):  # type: ignore[misc]
     """Makes every step last as long as a big model's would: else nothing gets old."""
 
     seconds: float = 0.3
@@ -295,7 +300,7 @@ class BigModel(TrainerCallback):
         time.sleep(self.seconds)
 
 
-class StopSoon(TrainerCallback):
+class StopSoon(TrainerCallback):  # type: ignore[misc]
     """Ends the rollout process at once; on two cores TRL waits 15 seconds for its full queues."""
 
     def __init__(self, trainer: Any) -> None:

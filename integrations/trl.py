@@ -31,12 +31,12 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
-from typing import Any
+from types import TracebackType
+from typing import Any, cast
 
 from transformers import TrainerCallback
 
@@ -46,7 +46,7 @@ from rl_staleness.integrations.trl_batches import Batches, Rows
 from rl_staleness.integrations.trl_policy import Policy
 from rl_staleness.integrations.trl_rollouts import Origin, RecordedLoop
 from rl_staleness.integrations.trl_window import merged
-from rl_staleness.sinks import Sink, StepObserver
+from rl_staleness.sinks import Sink, StepObserver, active_sinks
 
 __all__ = ["TESTED", "StalenessCallback"]
 
@@ -103,7 +103,8 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         warn_coverage_below: float | None = None,
         strict: bool = False,
     ) -> None:
-        self._trace, self._run, self._strict = trace, run, strict
+        self._trace, self._strict = trace, strict
+        self._run: str | None = run
         self._options: dict[str, Any] = {
             "sinks": None if sinks is None else list(sinks),
             "timeout": timeout,
@@ -147,7 +148,7 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             return
         if self._trainer is None:
             self._attach(_trainer_of(train_dataloader))
-        trainer = self._trainer
+        trainer: Any = self._trainer
         collator = getattr(train_dataloader, "base_dataloader", train_dataloader).collate_fn
         _require(
             {"the loader's": (collator, (("torch_call", ("examples",)),))},
@@ -235,7 +236,7 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 ", ".join(unmet),
             )
             return
-        self._loop = RecordedLoop(make, server=None)
+        self._loop = RecordedLoop(cast("Callable[..., Any]", make), server=None)
         self._wraps.put(worker, "_loop_cls", self._loop)
 
     def _start(self) -> rl_staleness.StalenessCallback:
@@ -248,8 +249,11 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._loop is not None and server is not None:
             self._loop.server = trainer.vllm_client.server_url
         self._policy = Policy(server, adapters=adapters)
-        saved = ((state.stateful_callbacks or {}).get(SAVED) or {}).get("attributes", {})
-        self._run = self._run or saved.get("run") or uuid.uuid4().hex
+        kept: dict[str, Any] = state.stateful_callbacks.get(SAVED) or {}
+        saved: dict[str, Any] = kept.get("attributes") or {}
+        self._run = self._run or str(saved.get("run") or uuid.uuid4().hex)
+        if self._options["sinks"] is None:  # TRL's own log record has the numbers in any case
+            self._options["sinks"] = [sink for _, sink in active_sinks(())]
         self._core = rl_staleness.StalenessCallback(
             engines=[self._policy],
             trace=self._trace,
@@ -355,14 +359,14 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     # What goes wrong.
 
-    @contextmanager
-    def _guard(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self._strict:
-                raise
+    def _guard(self, what: str) -> _Guard:
+        return _Guard(self, what)
+
+    def forgives(self, what: str, error: Exception) -> bool:
+        """Log what failed, once; False if it is to end the training."""
+        if not self._strict:
             self._complain(f"{what} failed", error)
+        return not self._strict
 
     def _complain(self, what: str, error: Exception | None) -> None:
         if what not in self._complaints:
@@ -373,6 +377,24 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 what,
                 exc_info=error,
             )
+
+
+class _Guard:
+    """Keeps what fails in it from the trainer, unless the user wants it otherwise."""
+
+    def __init__(self, callback: StalenessCallback, what: str) -> None:
+        self._callback, self._what = callback, what
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return isinstance(error, Exception) and self._callback.forgives(self._what, error)
 
 
 class _Wraps:

@@ -29,7 +29,8 @@ def merged(steps: Sequence[StepStaleness], *, prefix: str = "staleness/") -> dic
 
 
 def _total(steps: Sequence[StepStaleness], name: str) -> float | None:
-    known = [(getattr(step, name), step) for step in steps if getattr(step, name) is not None]
+    values: list[tuple[float | None, StepStaleness]] = [(getattr(s, name), s) for s in steps]
+    known = [(value, step) for value, step in values if value is not None]
     if name in SUMS:
         return sum(value for value, _ in known)
     weights = [
