@@ -215,6 +215,13 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             loads: Names = (("load_lora_adapter", ("lora_name", "lora_path")),)
             parts["trainer.vllm_client "] = (trainer.vllm_client, loads)
         _require(parts)
+        if _trl_version() not in TESTED:
+            _log.warning(
+                "rl_staleness: TRL %s was not tested, %s was; what is needed of it has the same"
+                " names",
+                _trl_version(),
+                " and ".join(TESTED),
+            )
         self._trainer = trainer
         target, worker = getattr(trainer, by), trainer.rollout_worker
         self._wraps.put(target, "pause", self._pausing(target.pause))
@@ -427,17 +434,10 @@ def _require(*objects: dict[str, tuple[Any, Names]]) -> None:
         for what, (target, names) in by_name.items()
         for each in _unmet(what, target, names)
     ]
-    version = _trl_version()
     if unmet:
         raise ValueError(
-            f"StalenessCallback: TRL {version} has no {', no '.join(unmet)}: this knows"
+            f"StalenessCallback: TRL {_trl_version()} has no {', no '.join(unmet)}: this knows"
             f" AsyncGRPOTrainer as it is in TRL {' and '.join(TESTED)}"
-        )
-    if version not in TESTED:
-        _log.warning(
-            "rl_staleness: TRL %s was not tested, %s was; what is needed of it has the same names",
-            version,
-            " and ".join(TESTED),
         )
 
 

@@ -518,3 +518,191 @@ def test_bad_arguments_are_named_at_once() -> None:
         StalenessCallback(timeout=-1)
     with pytest.raises(ValueError, match="sinks"):
         StalenessCallback(sinks=[3])  # type: ignore[list-item]
+
+
+# Rows of several turns: TRL's own reconciliation, on marked log-probabilities.
+
+
+def answer(request: str, tokens: list[int]) -> dict[str, Any]:
+    """A response of the server, marked."""
+    logprobs = {"token_logprobs": [-0.5 * (1 + i) for i in range(len(tokens))]}
+    made = {"id": request, "model": "m", "choices": [{"token_ids": tokens, "logprobs": logprobs}]}
+    mark(made, begun=0.0, ended=1.0)
+    return made["choices"][0]  # type: ignore[index,return-value]
+
+
+def rows_of(turns: list[tuple[list[int], str, list[int]]]) -> list[list[tuple[str, Any]]]:
+    """Prompt, request and output of each turn: where the rows that TRL makes of them are from."""
+    from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
+
+    taken = [
+        TurnRecord(prompt, output, answer(request, output)["logprobs"]["token_logprobs"])
+        for prompt, request, output in turns
+    ]
+    rows, _ = _chain_to_sequences(taken, "r", 4)
+    found = [origin_of(row.old_log_probs, row.completion_mask) for row in rows]
+    assert all(origin.unknown == 0 for origin in found)
+    assert all(isinstance(p, float) for row in rows for p in row.old_log_probs)
+    return [[(turn.request, mask) for turn, mask, _ in origin.parts] for origin in found]
+
+
+def test_turns_that_follow_one_another() -> None:
+    """The tool's tokens between them are nobody's."""
+    turns = [([1, 2], "a", [3, 4, 5]), ([1, 2, 3, 4, 5, 9, 9], "b", [6, 7])]
+    assert rows_of(turns) == [[("a", ((0, 3),)), ("b", ((0, 2),))]]
+
+
+def test_a_turn_of_which_the_end_was_written_anew() -> None:
+    """What the template changed is context, and not trained."""
+    turns = [([1, 2], "a", [3, 4, 5]), ([1, 2, 3, 4, 8, 9], "b", [6, 7])]
+    assert rows_of(turns) == [[("a", ((0, 2),)), ("b", ((0, 2),))]]
+
+
+def test_a_conversation_that_forks() -> None:
+    """Each call is trained in one row."""
+    turns = [([1, 2], "a", [3, 4, 5]), ([7, 7, 7], "b", [6, 7])]
+    assert rows_of(turns) == [[("a", ((0, 3),))], [("b", ((0, 2),))]]
+
+
+def test_tokens_of_no_call() -> None:
+    """Trained tokens that a loop of the user's own put there are unknown."""
+    marked = answer("a", [3, 4])["logprobs"]["token_logprobs"]
+    origin = origin_of([0.0, *marked, -1.0], [0, 1, 1, 1])
+    assert (origin.parts[0][1], origin.unknown) == (((0, 2),), 1)
+
+
+def test_origins_on_their_way_to_the_trainer() -> None:
+    """They are pickled with a row's rewards, which stay a dict of numbers."""
+    import pickle
+
+    rewards = Rewards({"reward": 1.0})
+    rewards.origin = origin_of(answer("a", [3])["logprobs"]["token_logprobs"], [1])
+    back = pickle.loads(pickle.dumps(rewards))
+    assert back == {"reward": 1.0}
+    assert back.origin == rewards.origin
+
+
+# What is known of a call, by the kind of evidence.
+
+
+def policy(*, adapters: bool = False) -> Policy:
+    """Three syncs: to version 0, to 2 and to 4, the last one not done yet."""
+    made = Policy(None, adapters=adapters)
+    made.start(version=0, refit=0)
+    for number, (version, paused, done) in enumerate([(0, 10, 11), (2, 20, 21), (4, 30, None)], 1):
+        made.pausing(model_version=number, at=paused)
+        made.mark(number, version=version, mode="keep", deliver=lambda cut: None)
+        if adapters:
+            made.loaded(f"trl-policy-v{number}")
+        if done is not None:
+            made.synced(at=done)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended", "spans"),
+    [
+        (12, 19, ((0, 9, 0),)),
+        (12, 20.5, ((0, 9, 0, 2),)),  # it may have been cut, or just waited
+        (20.5, 25, ((0, 9, 0, 2),)),  # begun in the pause: queued, or sent before
+        (22, 29, ((0, 9, 2),)),
+        (12, 35, ((0, 9, 0, 4),)),
+        (31, 35, ((0, 9, 2, 4),)),
+    ],
+)
+def test_without_the_middleware_the_clock_says_what_is_possible(
+    begun: float, ended: float, spans: Any
+) -> None:
+    """A call that no sync touched is known; of another there are bounds."""
+    call = policy().call(Turn("a", "m", 9, begun, ended), ((0, 9),), None)
+    assert (call.spans, call.engine, call.trained) == (spans, ENGINE, None)
+
+
+def test_with_adapters_the_response_says_it() -> None:
+    """Whatever syncs went by: the call keeps what it named."""
+    call = policy(adapters=True).call(Turn("a", "trl-policy-v2", 9, 0.0, 99.0), ((0, 4),), None)
+    assert (call.version, call.after, call.until) == (2, 2, 2)
+    assert (call.tokens, call.trained, call.spans) == (9, ((0, 4),), None)
+    other = policy(adapters=True).call(Turn("a", "m", 9, 0.0, 99.0), ((0, 9),), None)
+    assert other.spans == ((0, 9, 0, 4),)
+
+
+def test_what_the_server_saw_goes_before_the_clock() -> None:
+    """Its numbers are taken as they are."""
+    seen = Call(call="a-0/0", engine="e", version=2, tokens=9, after=2, until=3)
+    call = policy().call(Turn("a", "m", 9, 0.0, 99.0), ((0, 9),), seen)
+    assert (call.engine, call.version, call.after, call.until) == (ENGINE, 2, 2, 3)
+
+
+def test_a_long_history_is_not_kept() -> None:
+    """Calls from before it may be of any version since the start."""
+    made = policy()
+    for number in range(4, 1000):
+        made.pausing(model_version=number, at=10.0 * number)
+        made.mark(number, version=2 * number, mode="keep", deliver=lambda cut: None)
+        made.synced(at=10.0 * number + 1)
+    assert len(made._syncs) < 300
+    call = made.call(Turn("a", "m", 9, 12.0, 9999.0), ((0, 9),), None)
+    assert call.spans == ((0, 9, 0, 1998),)
+
+
+# With a server, an example, and all the rest.
+
+
+def result(folder: Path, **options: Any) -> dict[str, Any]:
+    """What `trl_runs` found."""
+    path = os.pathsep.join([str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trl_runs", str(folder), json.dumps(options)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["own"] == []
+    for record, step in zip(found["log"], found["steps"], strict=True):
+        ours = {k: v for k, v in record.items() if k.startswith("staleness/")}
+        assert ours
+        assert ours == {k: step[k.removeprefix("staleness/")] for k in ours}
+        assert record["batch/trained_tokens_per_step"] == step["tokens"]
+        assert step["violations"] == 0
+    assert found["verdict"]["tokens"] == sum(step["tokens"] for step in found["steps"])
+    assert found["verdict"]["wrong"] == 0
+    assert found["verdict"]["told_apart"] > 0.5 * found["verdict"]["tokens"]
+    return found
+
+
+@pytest.mark.engine
+def test_every_token_of_a_run_with_full_weights(tmp_path: Path) -> None:
+    """Log-probabilities, the server's spans and its cuts all say the same of each token."""
+    found = result(tmp_path, lora=False, max_steps=8, max_staleness=2)
+    verdict = found["verdict"]
+    assert verdict["covered"] == verdict["tokens"]
+    assert (verdict["mixed_rows"] > 0, verdict["spans_differ"]) == (True, 0)
+    assert verdict["spans"] >= verdict["mixed_rows"]
+    assert found["missing"] == {} or list(found["missing"]) == [
+        "calls that cuts listed were never published"
+    ]
+
+
+@pytest.mark.engine
+def test_every_token_of_a_run_with_adapters(tmp_path: Path) -> None:
+    """A call is of the adapter that it named, to its end."""
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    verdict = result(tmp_path, lora=True, max_steps=6, max_staleness=2)["verdict"]
+    assert verdict["covered"] == verdict["tokens"]
+    assert verdict["mixed_rows"] == 0
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_server_without_the_middleware(tmp_path: Path) -> None:
+    """Bounds hold the truth, and most tokens are covered all the same."""
+    verdict = result(tmp_path, lora=False, middleware=False, max_steps=8, max_staleness=2)[
+        "verdict"
+    ]
+    assert 0 < verdict["covered"] < verdict["tokens"]
