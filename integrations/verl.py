@@ -335,7 +335,6 @@ class Measurement:
         self._run = run
         self._by_row = by_row
         self._replicas = {name: _Replica(name) for name in dict.fromkeys(servers)}
-        self._sent: set[int] = set()
         self._pieces: dict[str, dict[str, list[Piece]]] = {}
         self._groups: dict[str, None] = {}
         self._batches: list[list[str]] | None = []
@@ -356,7 +355,6 @@ class Measurement:
             raise
         if label is not None:
             self.labels[label] = self.callback.version
-            self._sent.add(label)
         self.callback.on_refit_done(engines=names)
 
     # Rows.
@@ -421,7 +419,7 @@ class Measurement:
             return _between(name, server, tokens, oldest=0, newest=LARGEST)
         replica = self._replicas.get(server)
         refit = None if replica is None else replica.refits.get(version)
-        if is_restored or label not in self._sent or refit is None:
+        if is_restored or refit is None:
             return _between(name, server, tokens, oldest=version, newest=version)
         return Call(
             call=name, engine=server, version=version, tokens=tokens, after=refit, until=refit
@@ -499,7 +497,6 @@ class Measurement:
         saved = Saved(run=self._run, version=self.callback.version, labels=labels)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STATE).write_bytes(msgspec.json.encode(saved))
-        self.callback.on_checkpoint()
 
     def close(self, status: str) -> None:
         """The run is over."""

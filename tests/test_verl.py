@@ -146,6 +146,8 @@ def test_each_attempt_has_its_own_version_and_coverage_is_whole(tmp_path: Path) 
     assert numbers["staleness/coverage"] == 1
     assert numbers["staleness/violations"] == 0
     assert numbers["staleness/batch_age_refits"] == 5 * 2 / 8
+    published = [e for e in events(tmp_path / "trace.jsonl") if e["event"] == "group_published"]
+    assert published[-1]["tokens"] == {"0": 5, "4": 3}  # settled: nothing else to be known
 
 
 def test_a_label_that_no_refit_gave_costs_coverage(
@@ -204,7 +206,9 @@ def test_padding_rows_never_count(tmp_path: Path) -> None:
     made.update(["u_0_0", "pad_0_0"], is_padding=[False, True], cut=[["u_0_0", "pad_0_0"]])
     made.step(1)
     assert made.callback.metrics(1)["staleness/tokens"] == 4
-    assert events(tmp_path / "trace.jsonl")[-1]["batches"] == [["u"]]
+    lines = events(tmp_path / "trace.jsonl")
+    assert lines[-1]["batches"] == [["u"]]
+    assert [e["group"] for e in lines if e["event"] == "group_published"] == ["u"]
 
 
 def test_rows_are_the_groups_where_a_sample_is_split(tmp_path: Path) -> None:
@@ -281,22 +285,44 @@ def test_rows_of_before_a_restart_have_the_versions_of_the_checkpoint(tmp_path: 
     made.step(1)
     with made.refit(["s"], 1):
         pass
+    late = row(made, "v_0_0", (1, 4))
     made.save(tmp_path / "global_step_1")
     state = json.loads((tmp_path / "global_step_1" / verl.STATE).read_text())
     assert state == {"version": 2, "labels": {"0": 0, "1": 2}, "run": "r"}
     made.close("finished")
 
-    callback = StalenessCallback(trace=None, sinks=[], version=2, step=2)
+    trace = tmp_path / "again.jsonl"
+    callback = StalenessCallback(trace=trace, sinks=[], version=2, step=2)
     again = Measurement(callback, servers=["s"], labels={0: 0, 1: 2})
     with again.refit(["s"], 1):
         pass
-    again.publish([waiting, row(again, "w_0_0", (1, 4))])
+    again.publish([waiting, late, row(again, "w_0_0", (1, 4))])
+    keys = ["u_0_0", "v_0_0", "w_0_0"]
     again.count(1)
-    again.update(["u_0_0", "w_0_0"], is_padding=[False] * 2, cut=[["u_0_0", "w_0_0"]])
+    again.update(keys, is_padding=[False] * 3, cut=[keys])
     again.step(2)
     numbers = again.callback.metrics(2)
-    assert (numbers["staleness/batch_age"], numbers["staleness/coverage"]) == (1, 1)
+    assert (numbers["staleness/batch_age"], numbers["staleness/coverage"]) == (8 / 12, 1)
     assert numbers["staleness/violations"] == 0
+    restored, newer, fresh = [e for e in events(trace) if e["event"] == "group_published"]
+    assert (restored["restored"], restored["calls"][0]["spans"]) == (True, [[0, 4, 0]])
+    assert (newer["restored"], newer["calls"][0]["spans"]) == (True, [[0, 4, 2]])
+    assert "restored" not in fresh
+
+
+def test_the_split_of_a_sample_is_known_unless_it_is_shuffled(tmp_path: Path) -> None:
+    """One mini-batch is all of the sample in any order; two epochs are two updates on it."""
+    trainer = SimpleNamespace(
+        config=fakes.config(tmp_path),
+        actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]}),
+    )
+    actor = trainer.config.actor_rollout_ref.actor
+    two, four = fakes.Batch(list("ab"), []), fakes.Batch(list("abcd"), [])
+    assert verl._cut(trainer, four) == [["a", "c"], ["b", "d"]]
+    actor.shuffle, actor.ppo_epochs = True, 2
+    assert verl._cut(trainer, four) is None
+    assert verl._cut(trainer, two) == [["a", "b"], ["a", "b"]]
+    assert (verl._num_updates(trainer, four), verl._num_updates(trainer, two)) == (4, 2)
 
 
 # verl's hooks, by stand-ins.
@@ -684,3 +710,31 @@ def test_verl_itself_separate_with_filtered_groups(tmp_path: Path) -> None:
     assert {line["reason"] for line in lines if line["event"] == "group_dropped"} == {"filtered"}
     steps = [line for line in lines if line["event"] == "step_trained"]
     assert [[len(batch) for batch in step["batches"]] for step in steps] == [[2, 2]] * 6
+
+
+@pytest.mark.slow
+def test_verl_itself_in_step_with_rejected_tokens_and_sessions_that_fail(tmp_path: Path) -> None:
+    """Rows that are missing are padded; what rejection leaves is what was trained."""
+    needs_verl()
+    truth = run_verl(
+        tmp_path,
+        "trainer.v1.trainer_mode=staleness_sync",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "algorithm.rollout_correction.rollout_rs=token_k2",
+        "algorithm.rollout_correction.rollout_rs_threshold=1.0",
+        "trainer.total_training_steps=4",
+        failing=5,
+    )
+    # An epoch is an update, and trains all of it again.
+    twice = {
+        step: [{label: 2 * n for label, n in sample.items()} for sample in samples]
+        for step, samples in truth["steps"].items()
+    }
+    every = check(tmp_path, {**truth, "steps": twice}, updates=2)
+    assert [step["batch_age"] for step in every] == [0.5] * 4
+    lines = events(tmp_path / "checkpoints" / "rollout_trace.jsonl")
+    rows = sum(len(e["calls"]) for e in lines if e["event"] == "group_published")
+    assert rows < 4 * 8
+    assert all("trained" in e for e in lines if e["event"] == "step_trained")

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,8 +113,13 @@ class Server:
 class Reward:
     """Scores a row by its length: some groups are all alike, and filtered where that is asked."""
 
+    def __init__(self, failing: int) -> None:
+        self._failing = failing
+
     async def compute_score(self, data: Any) -> dict[str, Any]:
         length = int(data.non_tensor_batch["response_len"][-1])
+        if self._failing and length % self._failing == 0:
+            raise ValueError("a session that fails, as it was asked to")
         return {"reward_score": float(length % 2), "reward_extra_info": {}}
 
 
@@ -150,6 +157,23 @@ class Actors:
 
     def update_weights(self, *, global_steps: int | None, mode: str) -> list[Any]:
         return [r.handle.set_global_steps.remote(global_steps) for r in self._replicas]
+
+    def compute_log_prob(self, batch: Any) -> Any:
+        """Every third token is far from what the servers said: it may be rejected."""
+        import torch
+        import transfer_queue as tq
+        from tensordict import TensorDict
+
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"]
+        )
+        far = [
+            torch.tensor([-3.0 * (i % 3 == 0) for i in range(len(r))]) for r in data["input_ids"]
+        ]
+        nested = torch.nested.as_nested_tensor(far, layout=torch.jagged)
+        columns = TensorDict({"log_probs": nested, "entropy": nested}, batch_size=len(batch))
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
+        return batch
 
     def update_actor(self, batch: Any) -> Any:
         import transfer_queue as tq
@@ -194,7 +218,7 @@ def trainer_class(base: Any, options: dict[str, Any]) -> Any:
             )
             self._init_dump_executor()
             self.reward_loop_manager = SimpleNamespace(
-                reward_loop_worker_handles=[ray.remote(Reward).remote()]
+                reward_loop_worker_handles=[ray.remote(Reward).remote(options.get("failing", 0))]
             )
             self.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
             self.ref_in_actor, self.distillation_config = False, None
@@ -263,13 +287,15 @@ def trainer_class(base: Any, options: dict[str, Any]) -> Any:
     return Trainer
 
 
-def main(folder: Path, options: dict[str, Any]) -> None:
+def main(folder: Path, options: dict[str, Any], *, ray_folder: Path) -> None:
     """Run, and write down what was trained."""
     os.environ.update(
         VERL_USE_EXTERNAL_MODULES=MODULE,
         RAY_USAGE_STATS_ENABLED="0",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # listen on the loopback interface only
+        RAY_raylet_start_wait_time_s="180",
         HF_HUB_OFFLINE="1",
-        RAY_DEDUP_LOGS="0",
     )
     import ray
     import transfer_queue as tq
@@ -310,8 +336,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     ray.init(
         num_cpus=32,
         include_dashboard=False,
-        _node_ip_address="127.0.0.1",
         logging_level="ERROR",
+        log_to_driver=False,
+        _temp_dir=str(ray_folder),
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )
     config.transfer_queue.enable = True
@@ -346,4 +373,5 @@ def main(folder: Path, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]), ray_folder=Path(ray_folder))
