@@ -6,9 +6,13 @@ there every trained token is held against the weights that sampled it, see `trl_
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
 import os
+import pickle
 import queue
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +30,8 @@ from rl_staleness import read, steps
 from rl_staleness.events import Call, GroupDropped, RunStarted, StepTrained
 from rl_staleness.integrations import trl as integration
 from rl_staleness.integrations.trl import StalenessCallback
-from rl_staleness.integrations.trl_policy import Policy
-from rl_staleness.integrations.trl_rollouts import Origin, Rewards, Turn
+from rl_staleness.integrations.trl_policy import ENGINE, Policy
+from rl_staleness.integrations.trl_rollouts import Origin, Rewards, Turn, mark, origin_of
 from rl_staleness.integrations.trl_window import merged
 from rl_staleness.staleness import StepStaleness
 
@@ -573,8 +577,6 @@ def test_tokens_of_no_call() -> None:
 
 def test_origins_on_their_way_to_the_trainer() -> None:
     """They are pickled with a row's rewards, which stay a dict of numbers."""
-    import pickle
-
     rewards = Rewards({"reward": 1.0})
     rewards.origin = origin_of(answer("a", [3])["logprobs"]["token_logprobs"], [1])
     back = pickle.loads(pickle.dumps(rewards))
