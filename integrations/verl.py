@@ -35,9 +35,10 @@ again, so a call lies in one version, no cut is needed, and coverage is 1 unless
 
 A row is a group where a sample is split into several mini-batches, else a prompt is. It cannot see
 tokens that ``rollout_correction`` rejects within the loss (``bypass_mode`` with ``rollout_rs``),
-the split of a shuffled sample (bounds), nor the time at which a row was finished: rows are
-published when they are sampled. ``experimental.fully_async_policy`` has no way in and is not
-measured (the trainer v1 mode ``separate_async`` takes its place). Tested with verl 0.9.1.
+the split of a shuffled sample (bounds), a request that verl's abort did not reach before weights
+moved (it warns), nor the time at which a row was finished: rows are published when they are
+sampled. ``experimental.fully_async_policy`` names its classes in its own code and has no way in:
+it is not measured, the mode ``separate_async`` does the same. Tested with verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -315,6 +316,7 @@ class Measurement:
         late_masks: ``response_mask`` changes after the rollout.
         labels: versions by label, from the checkpoint.
         run: the run's identity, for the checkpoint.
+        strict: let what goes wrong here raise, too.
     """
 
     def __init__(
@@ -326,12 +328,13 @@ class Measurement:
         late_masks: bool = False,
         labels: Mapping[int, int] | None = None,
         run: str | None = None,
+        strict: bool = False,
     ) -> None:
         self.callback = callback
         self.process = uuid.uuid4().hex
         self.labels = dict(labels or {})
         self.late_masks = late_masks
-        self.guard = Guard(strict=False, timeout=0.0)
+        self.guard = Guard(strict=strict, timeout=0.0)
         self._run = run
         self._by_row = by_row
         self._replicas = {name: _Replica(name) for name in dict.fromkeys(servers)}
@@ -924,6 +927,7 @@ def _measurement(trainer: Any, servers: Sequence[str]) -> Measurement:
         late_masks=late_masks,
         labels=saved.labels,
         run=run,
+        strict=bool(options.get("strict")),
     )
 
 
@@ -1008,7 +1012,7 @@ def __getattr__(name: str) -> Any:
 def _register_where_verl_loads_us() -> None:
     try:
         register()
-    except RuntimeError as error:  # verl goes on, and does not know the mode
+    except (RuntimeError, ImportError) as error:  # verl goes on, and does not know the mode
         _log.error("rl_staleness: %s", error)
 
 

@@ -10,6 +10,8 @@ import inspect
 import json
 import logging
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -477,6 +479,19 @@ def test_lost_footing_costs_coverage_and_one_warning(
     assert len(errors) == 1
 
 
+def test_strict_lets_what_goes_wrong_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who asks for it wants to know at once."""
+    queue = fakes.install(monkeypatch)
+
+    def loop(trainer: Any) -> None:
+        for uid in ("a", "b"):
+            generated(trainer, queue, uid, fakes.answer([1, 2, 3], 0))
+            del queue.rows[f"{uid}_0_0"]["extra_fields"]
+
+    with pytest.raises(KeyError, match="extra_fields"):
+        trained_run(tmp_path, queue, [loop], staleness={"strict": True})
+
+
 @pytest.mark.parametrize(
     ("staleness", "message"),
     [
@@ -623,6 +638,22 @@ def test_the_installed_verl_has_what_is_overridden() -> None:
     needs_verl()
     assert verl.mismatches() == []
     assert verl._installed() in verl.TESTED
+
+
+def test_the_example_is_a_command_line_that_verl_takes() -> None:
+    """Each of its settings is one of verl's, or is added by `+`."""
+    needs_verl()
+    from hydra import compose, initialize_config_dir
+
+    script = (ROOT / "examples" / "verl_grpo.sh").read_text()
+    assert f"VERL_USE_EXTERNAL_MODULES={verl.__name__}" in script
+    settings = shlex.split(script.split("main_ppo")[1].replace("\\\n", " "))
+    overrides = [re.sub(r"\$(\w+|\{.*\})", "1", each) for each in settings if each != "$@"]
+    configs = str(Path(sys.modules["verl"].__file__ or "").parent / "trainer" / "config")
+    with initialize_config_dir(configs, version_base=None):
+        config = compose("ppo_trainer", overrides=overrides)
+    assert config.trainer.v1.trainer_mode.removeprefix(verl.PREFIX) in verl.MODES
+    assert set(config.trainer.staleness) <= set(verl.OPTIONS)
 
 
 def run_verl(folder: Path, *overrides: str, **options: Any) -> dict[str, Any]:
