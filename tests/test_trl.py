@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import queue
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -522,6 +523,111 @@ def test_bad_arguments_are_named_at_once() -> None:
         StalenessCallback(timeout=-1)
     with pytest.raises(ValueError, match="sinks"):
         StalenessCallback(sinks=[3])  # type: ignore[list-item]
+
+
+RANK = """
+import json, os, sys
+sys.path.insert(0, os.environ["EXAMPLES"])
+import trl_on_cpu
+trl_on_cpu.use_cpu()
+from datasets import Dataset
+from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+from rl_staleness.integrations import trl
+from tests.test_trl import Transfer, Worker, logged, records
+
+trl._server_of = lambda trainer: None
+callback = trl.StalenessCallback(trace="t.jsonl", sinks=[], strict=True)
+worker = Worker()
+worker.policy = lambda: callback._policy
+trainer = AsyncGRPOTrainer(
+    model=os.environ["MODEL"],
+    args=AsyncGRPOConfig(
+        output_dir="out", max_steps=3, per_device_train_batch_size=4, token_budget=0,
+        save_strategy="steps", save_steps=2, report_to="none", disable_tqdm=True,
+        **trl_on_cpu.CONFIG,
+    ),
+    train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "1"}]] * 8}),
+    callbacks=[callback],
+    rollout_worker=worker,
+    weight_transfer=Transfer(),
+)
+assert trainer.accelerator.num_processes == 2
+trainer.train()
+if trainer.accelerator.is_main_process:
+    found = {name: logged(trainer, name) for name in ("batch_age", "tokens", "coverage")}
+    found["theirs"] = [r["batch/trained_tokens_per_step"] for r in records(trainer)]
+    print("FOUND" + json.dumps(found))
+else:
+    assert callback.staleness is None and not records(trainer)
+"""
+
+
+def test_two_ranks(model: Path, tmp_path: Path) -> None:
+    """The first one holds the queue and hands out the rows of both: it alone tells, of all."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "EXAMPLES": str(EXAMPLES),
+                "MODEL": str(model),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=500) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], [err[-2000:] for _, err in said]
+    (line,) = [row for row in said[0][0].splitlines() if row.startswith("FOUND")]
+    assert json.loads(line.removeprefix("FOUND")) == {
+        "batch_age": [0, 1, 1],
+        "tokens": [8 * COMPLETION] * 3,
+        "theirs": [8 * COMPLETION] * 3,
+        "coverage": [1] * 3,
+    }
+
+
+def test_a_run_of_weights_and_biases(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's record has the numbers in its run, ours are charts there, and the trace is attached."""
+    wandb = pytest.importorskip("wandb")
+    from tests.wandb_files import RunFile
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    trace = tmp_path / "t.jsonl"
+    trainer = make(StalenessCallback(trace=trace, strict=True), report_to="wandb")
+    trainer.train()
+    wandb.finish()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    file = RunFile(folder)
+    theirs = [r["train/staleness/batch_age"] for r in file.rows if "train/staleness/batch_age" in r]
+    ours = [r["staleness/batch_age"] for r in file.rows if "staleness/batch_age" in r]
+    assert theirs == ours == ages(trace) == [0, 1, 1, 1]
+    own = [r for r in file.rows if "train/sample/staleness_mean" in r]
+    assert [r["train/sample/staleness_mean"] for r in own] == [0] * 4
+    assert len(file.of("artifact")) >= 1
 
 
 # Rows of several turns: TRL's own reconciliation, on marked log-probabilities.
