@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +51,14 @@ os.environ.update(  # read by torch and vLLM when they are imported or start a p
 import torch
 import torch.nn.functional as functional
 from transformers import TrainerCallback
+from transformers.utils import logging as transformers_logging
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # 0.32 works too
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
 
 LONGEST_COMPLETION = 120
 LONGEST = 256
@@ -90,8 +96,8 @@ def write_model(folder: Path) -> Path:
     letters = string.digits + string.ascii_letters + "+-*=?. "
     words = ["<pad>", "<eos>", "<unk>", *letters]
     tokens = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokens.pre_tokenizer = Split(Regex("."), "isolated")  # type: ignore[assignment]
-    tokens.decoder = Fuse()  # type: ignore[assignment]
+    tokens.pre_tokenizer = Split(Regex("."), "isolated")
+    tokens.decoder = Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )

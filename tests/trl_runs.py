@@ -51,15 +51,16 @@ class Snapshots(TrainerCallback):
     def _keep(self, model: Any) -> None:
         self.weights.append({k: v.detach().clone() for k, v in model.state_dict().items()})
 
-    def logprobs(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """By version: of every token but the first."""
-        rows: list[torch.Tensor] = []
+    def logprobs(self, model: Any, texts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of each text, by version: of every token but the first."""
+        rows: dict[str, list[torch.Tensor]] = {name: [] for name in texts}
         for weights in self.weights:
             model.load_state_dict(weights)
-            with torch.no_grad():
-                scores = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-            rows.append(scores.gather(-1, ids[1:, None])[:, 0])
-        return torch.stack(rows)
+            for name, ids in texts.items():
+                with torch.no_grad():
+                    scores = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+                rows[name].append(scores.gather(-1, ids[1:, None])[:, 0])
+        return {name: torch.stack(row) for name, row in rows.items()}
 
 
 def record(staleness: StalenessCallback) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def trained(trace: str, *, only: str | None = None) -> dict[str, list[Segment]]:
         if isinstance(event, StepTrained):
             for group in event.groups or ():
                 content = published[group]
-                if only == "spans" and not all(call.spans for call in content.calls):
+                if only == "spans" and not (content.calls and all(c.spans for c in content.calls)):
                     continue
                 segments = [(0, n, version, version) for version, n in content.tokens.items()]
                 for call in content.calls:
@@ -109,11 +110,13 @@ def verdict(
         ("tokens", "covered", "wrong", "told_apart", "mixed_rows", "spans_differ", "spans"), 0
     )
     by_spans, by_cuts = trained(trace, only="spans"), trained(trace, only="cuts")
-    for group, segments in trained(trace).items():
+    said = trained(trace)
+    texts = {group: torch.from_numpy(rows[group].input_ids) for group in said}
+    truths = snapshots.logprobs(model, texts)
+    for group, segments in said.items():
         sample = rows[group]
-        ids = torch.from_numpy(sample.input_ids)
         places = sample.completion_mask.nonzero()[0]
-        truth = snapshots.logprobs(model, ids)[:, places - 1]
+        truth = truths[group][:, places - 1]
         sampled = torch.from_numpy(sample.old_log_probs[places])
         error = (truth - sampled).abs()
         counts["tokens"] += len(places)
