@@ -269,6 +269,8 @@ class VllmEngine:
 
         def work() -> None:
             self._doubt_labels()  # of calls that a run before has begun
+            for running in self._running.values():
+                running.version = version  # what generates now; how long it has, nobody knows
             self._label_first()
 
         return self.submit(work)

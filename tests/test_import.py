@@ -74,13 +74,13 @@ def test_the_package_of_integrations_loads_none_of_them():
 
 @pytest.mark.parametrize("name", INTEGRATIONS)
 def test_integrations_do_not_import_one_another(name: str):
-    """But the parts of one product, which have its name before an underscore."""
-    own = imported_names(ROOT / "integrations" / f"{name}.py")
-    parts = f"rl_staleness.integrations.{name.partition('_')[0]}_"
+    """But the parts of one product, which have its name alone or before an underscore."""
+    imported = imported_names(ROOT / "integrations" / f"{name}.py")
+    product = f"rl_staleness.integrations.{name.partition('_')[0]}"
 
     assert not [
-        name
-        for name in own
-        if name.startswith(("rl_staleness.integrations", "integrations", "."))
-        and not name.startswith(parts)
+        other
+        for other in imported
+        if other.startswith(("rl_staleness.integrations", "integrations", "."))
+        and not (f"{other}.".startswith(f"{product}.") or other.startswith(f"{product}_"))
     ]
