@@ -287,6 +287,28 @@ def trainer_class(base: Any, options: dict[str, Any]) -> Any:
     return Trainer
 
 
+def start_ray(folder: Path) -> None:
+    """Start it; on a busy machine its node is now and then too late for the limit in its code."""
+    import ray
+
+    for attempt in range(3):
+        try:
+            ray.init(
+                num_cpus=32,
+                include_dashboard=False,
+                logging_level="ERROR",
+                log_to_driver=False,
+                _temp_dir=str(folder),
+                runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+            )
+        except Exception as error:  # Ray raises nothing narrower
+            if attempt == 2 or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+        else:
+            return
+
+
 def main(folder: Path, options: dict[str, Any], *, ray_folder: Path) -> None:
     """Run, and write down what was trained."""
     os.environ.update(
@@ -294,7 +316,6 @@ def main(folder: Path, options: dict[str, Any], *, ray_folder: Path) -> None:
         RAY_USAGE_STATS_ENABLED="0",
         RAY_AUTH_TOKEN=secrets.token_hex(32),
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # listen on the loopback interface only
-        RAY_raylet_start_wait_time_s="180",
         HF_HUB_OFFLINE="1",
     )
     import ray
@@ -333,14 +354,7 @@ def main(folder: Path, options: dict[str, Any], *, ray_folder: Path) -> None:
         )
     mode = config.trainer.v1.trainer_mode
     base = get_trainer_cls(mode.removeprefix(PREFIX))
-    ray.init(
-        num_cpus=32,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-        _temp_dir=str(ray_folder),
-        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-    )
+    start_ray(ray_folder)
     config.transfer_queue.enable = True
     tq.init(config.transfer_queue)
     trainer_cls = trainer_class(base, options)
