@@ -18,8 +18,6 @@ from typing import Any
 
 import msgspec
 import torch
-import trl_async_grpo as example
-import trl_on_cpu as cpu
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from rl_staleness.events import GroupPublished, RefitCut, StepTrained
@@ -145,6 +143,9 @@ def merged(segments: list[Segment]) -> list[int]:
 
 
 def main() -> None:
+    import trl_async_grpo as example
+    import trl_on_cpu as cpu
+
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     lora, middleware = options.pop("lora"), options.pop("middleware", True)
     logging.basicConfig(level=logging.WARNING)
