@@ -695,7 +695,7 @@ def check(folder: Path, truth: dict[str, Any], *, updates: int) -> list[dict[str
 
 
 @pytest.mark.slow
-def test_verl_itself_colocated_with_rollouts_that_are_aborted_and_a_restart(tmp_path: Path) -> None:
+def test_verl_itself_colocated_with_a_restart(tmp_path: Path) -> None:
     """Every token's weights are in the token: two updates a step, restarted after step 4."""
     needs_verl()
     mode = (
@@ -719,12 +719,12 @@ def test_verl_itself_colocated_with_rollouts_that_are_aborted_and_a_restart(tmp_
     lines = events(tmp_path / "checkpoints" / "rollout_trace.jsonl")
     assert len({line["run"] for line in lines if line["event"] == "run_started"}) == 1
     assert any(line.get("restored") for line in lines)
-    rows = [line for line in lines if line["event"] == "group_published"]
-    assert any(len(row.get("tokens", ())) + len(row.get("calls", ())) > 1 for row in rows)
 
 
 @pytest.mark.slow
-def test_verl_itself_separate_with_filtered_groups(tmp_path: Path) -> None:
+def test_verl_itself_separate_with_rollouts_that_are_resumed_and_groups_filtered(
+    tmp_path: Path,
+) -> None:
     """Two samples of one update a step; groups that are all alike are evicted and replaced."""
     needs_verl()
     truth = run_verl(
@@ -744,6 +744,8 @@ def test_verl_itself_separate_with_filtered_groups(tmp_path: Path) -> None:
     check(tmp_path, truth, updates=2)
     lines = events(tmp_path / "checkpoints" / "rollout_trace.jsonl")
     assert {line["reason"] for line in lines if line["event"] == "group_dropped"} == {"filtered"}
+    groups = [line["tokens"] for line in lines if line["event"].startswith("group")]
+    assert any(len(tokens) > 2 for tokens in groups)  # attempts under more than two labels
     steps = [line for line in lines if line["event"] == "step_trained"]
     assert [[len(batch) for batch in step["batches"]] for step in steps] == [[2, 2]] * 6
 
