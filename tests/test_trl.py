@@ -799,8 +799,7 @@ def result(folder: Path, **options: Any) -> dict[str, Any]:
 @pytest.mark.engine
 def test_every_token_of_a_run_with_full_weights(tmp_path: Path) -> None:
     """Log-probabilities, the server's spans and its cuts all say the same of each token."""
-    # Few rollouts at once: the trainer waits for them, and trains what a sync has just cut.
-    found = result(tmp_path, lora=False, max_steps=6, max_inflight_tasks=4)
+    found = result(tmp_path, lora=False, max_steps=5, max_inflight_tasks=8)
     verdict = found["verdict"]
     assert verdict["covered"] == verdict["tokens"]
     assert (verdict["mixed_rows"] > 0, verdict["spans_differ"]) == (True, 0)
@@ -815,7 +814,7 @@ def test_every_token_of_a_run_with_adapters(tmp_path: Path) -> None:
     """A call is of the adapter that it named, to its end."""
     if importlib.util.find_spec("peft") is None:
         pytest.skip("peft is not installed")
-    verdict = result(tmp_path, lora=True, max_steps=5, max_staleness=2)["verdict"]
+    verdict = result(tmp_path, lora=True, max_steps=5, max_inflight_tasks=8)["verdict"]
     assert verdict["covered"] == verdict["tokens"]
     assert verdict["mixed_rows"] == 0
 

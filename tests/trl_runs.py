@@ -10,9 +10,12 @@ object. The folder of the examples must be on the path.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,20 @@ class Snapshots(TrainerCallback):
                     scores = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
                 rows[name].append(scores.gather(-1, ids[1:, None])[:, 0])
         return {name: torch.stack(row) for name, row in rows.items()}
+
+
+class Fresh(TrainerCallback):
+    """Throws away what waits before each sync, so that the next rows are those that it cuts."""
+
+    def __init__(self, staleness: StalenessCallback) -> None:
+        self._staleness = staleness
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        waiting = self._staleness._trainer.rollout_worker.rollout_buffer
+        end = time.monotonic() + 10
+        with contextlib.suppress(queue.Empty):
+            while time.monotonic() < end:
+                waiting.get(timeout=0.2)
 
 
 def record(staleness: StalenessCallback) -> dict[str, Any]:
@@ -163,7 +180,7 @@ def main() -> None:
             folder / "out",
             staleness,
             lora=lora,
-            more=[snapshots],
+            more=[snapshots, Fresh(staleness)],
             **options,
         )
     model: Any = LlamaForCausalLM.from_pretrained(path)
