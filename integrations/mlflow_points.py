@@ -182,7 +182,10 @@ def client_of(uri: str) -> Any:
 
     path = unquote(uri.removeprefix("sqlite:///").partition("?")[0])
     if uri.startswith("sqlite:///") and not os.path.exists(path):
-        raise FileNotFoundError(f"tracking_uri: there is no database {path!r}")
+        raise FileNotFoundError(
+            f"tracking_uri: there is no database {path!r}; pass another one, or set"
+            " MLFLOW_TRACKING_URI"
+        )
     return MlflowClient(uri)
 
 

@@ -49,7 +49,7 @@ from rl_staleness.events import (
 from rl_staleness.group import Group, name_of, names_of
 from rl_staleness.guard import Guard
 from rl_staleness.limits import Limits
-from rl_staleness.pauses import Answer, Cuts, Pauses
+from rl_staleness.pauses import Answer, Cuts, Pauses, check_name
 from rl_staleness.publication import Content, Masks, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
@@ -121,7 +121,8 @@ class StalenessCallback:
         self._limits = Limits(age_above=warn_age_above, coverage_below=warn_coverage_below)
         self._timeout = timeout
         self._close_timeout = close_timeout
-        self._sinks = list(sinks or ())
+        engines = _several("engines", engines)
+        self._sinks = _several("sinks", sinks or ())
         for sink in self._sinks:
             if not (isinstance(sink, Sink) or callable(sink)):
                 raise ValueError(
@@ -134,6 +135,8 @@ class StalenessCallback:
         self._late_masks = late_masks
         self._clock = clock
         run = run or uuid.uuid4().hex
+        for engine in engines:
+            check_name(engine)
         self._recorder = Recorder(trace, run=run)
         ledger = self._recorder.ledger
         goes_on = ledger.run is not None
@@ -187,6 +190,11 @@ class StalenessCallback:
     def silent_engines(self) -> frozenset[str]:
         """Engines that did not answer in time, and have not answered since."""
         return frozenset(self._guard.silent)
+
+    def last_refit(self, engine: str = "engine") -> int:
+        """Number of an engine's last refit whose pause began, 0 if none: what a call that begins
+        now has as ``after``, and one that ends now as ``until``. Numbers go on after a resume."""
+        return self._pauses.last_refit(engine)
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
         """The scalars of a step for a trainer that logs by itself, beside ``sinks=[]``.
@@ -283,7 +291,7 @@ class StalenessCallback:
         """
         with self._guard("on_publish"):
             self._ensure_started()
-            calls = None if calls is None else list(calls)
+            calls = None if calls is None else _calls(calls)
             with self._recorder.lock:
                 content = self._content(group, calls, trained, sum_up=not restored)
                 if not (content.calls or content.tokens or unknown):
@@ -311,7 +319,7 @@ class StalenessCallback:
         """A group will not be trained, published or not; fires when that is decided."""
         with self._guard("on_drop"):
             self._ensure_started()
-            calls = None if calls is None else list(calls)
+            calls = None if calls is None else _calls(calls)
             with self._recorder.lock:
                 content = Content({}, ())
                 if not self._recorder.ledger.is_waiting(name_of(group)):
@@ -394,7 +402,8 @@ class StalenessCallback:
             engines: names of those that are paused, default all.
             mode: ``keep`` (running calls go on after it), ``abort`` or ``wait``.
             kv: whether running calls keep the KV cache of the old weights.
-            cuts: tokens so far by engine and call, from a trainer that counts them itself.
+            cuts: tokens so far, ``{engine: {call: tokens}}``, from a trainer that counts them
+                itself; an engine that is not attached is called ``"engine"`` unless it is named.
         """
         with self._guard("on_refit_paused"):
             self._guard.wait(self._paused(version, engines, mode, kv, cuts))
@@ -663,8 +672,30 @@ class StalenessCallback:
                         _log.warning("rl_staleness: %s: %s", _title(sink), undelivered)
 
 
+def _several(name: str, given: Iterable[Any]) -> list[Any]:
+    """What was given, where only several will do.
+
+    Raises:
+        ValueError: it is one alone.
+    """
+    try:
+        return list(given)
+    except TypeError:
+        raise ValueError(f"{name}: {given!r} is not several; pass a list, [{name[:-1]}]") from None
+
+
 def _is_count(number: object) -> bool:
     return type(number) is int and number >= 0
+
+
+def _calls(calls: Iterable[Any]) -> list[LiveCall | Call]:
+    if isinstance(calls, (Call, LiveCall)):
+        return [calls]
+    listed = list(calls)
+    for call in listed:
+        if not isinstance(call, (Call, LiveCall)):
+            raise TypeError(f"calls: {call!r} is no call; pass rl_staleness.Call(...) records")
+    return listed
 
 
 def _title(sink: Sink | StepObserver) -> str:

@@ -44,6 +44,10 @@ _COLUMNS: tuple[tuple[str, Callable[[StepStaleness], object]], ...] = (
 )
 
 
+WIDTH = 6
+"""Of a number with three decimals, at least."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -75,12 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def table_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
     """Lay out steps as they come: a header before the first of them, then a row each."""
-    header = "  ".join(title for title, _ in _COLUMNS)
+    widths = [max(len(title), WIDTH) for title, _ in _COLUMNS[:-1]]
+    titles = (title.rjust(width) for (title, _), width in zip(_COLUMNS, widths, strict=False))
+    header = "  ".join([*titles, _COLUMNS[-1][0]])
     for step in numbers:
         if header:
             yield header
         header = ""
-        cells = (str(cell(step)).rjust(len(title)) for title, cell in _COLUMNS[:-1])
+        cells = (
+            str(cell(step)).rjust(width) for (_, cell), width in zip(_COLUMNS, widths, strict=False)
+        )
         yield "  ".join([*cells, str(_COLUMNS[-1][1](step))])
     if header:
         yield header

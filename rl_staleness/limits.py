@@ -60,6 +60,12 @@ class Limits:
                 self._longest = max(self._longest, self._steps_without)
             self._refits, self._steps_without = refits, 0
         self._steps_without += 1
+        if not self._refits and age and self._steps_without > FEWEST_STEPS:
+            text = (
+                f"no refit was told of in {self._steps_without} steps: call on_refit_paused and"
+                " on_refit_done where the weights move, or every token counts as of the start"
+            )
+            yield from self._tell("untold", text, beyond=True)
         patience = max(FEWEST_STEPS, PATIENCE * self._longest)
         text = f"no refit was done in {self._steps_without} steps: engines go on with old weights"
         stopped = self._refits > 0 and self._steps_without > patience

@@ -20,7 +20,7 @@ from typing import Literal, cast
 from rl_staleness.engines import Cut, Engine
 from rl_staleness.events import LARGEST, Event, RefitAborted, RefitCut, RefitDone, ViolationFound
 
-__all__ = ["Answer", "Cuts", "Pauses"]
+__all__ = ["Answer", "Cuts", "Pauses", "check_name"]
 
 ENGINE = "engine"
 """Name of the engine of a trainer that attached none and named none."""
@@ -105,12 +105,7 @@ class Pauses:
         Raises:
             ValueError: its name is taken, or cannot stand in a trace.
         """
-        try:
-            usable = bool(engine.name.encode())
-        except (AttributeError, UnicodeEncodeError):
-            usable = False
-        if not usable:
-            raise ValueError(f"engines: {engine.name!r} is no name; one needs letters")
+        check_name(engine)
         if engine.name in self.engines:
             raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
         self.engines[engine.name] = engine
@@ -133,8 +128,9 @@ class Pauses:
         cuts: Cuts | None,
     ) -> list[Answer]:
         """Generation is paused: number the refit on each engine and ask for the cuts."""
+        names = self._with_cuts(names, cuts)
         answers: list[Answer] = []
-        for name in self._chosen(names):
+        for name in names:
             left_open = self._paused.pop(name, None)
             if left_open is not None:
                 self._doubt(name, left_open)
@@ -155,7 +151,7 @@ class Pauses:
                 answers.append(_told(name, "pause", mark))
                 pause.noticed = answers[-1].noticed
             pause.marking = False
-        for name in self._chosen(names):
+        for name in names:
             if cuts is not None and name in cuts:
                 self._deliver(name, self._paused[name], Cut(calls=cuts[name]))
             elif name not in self.engines and mode in EMPTY_MODES:
@@ -301,14 +297,54 @@ class Pauses:
             return [names] if isinstance(names, str) else list(names)
         return list(self.engines) or list(self._numbers) or [ENGINE]
 
+    def _with_cuts(self, names: Iterable[str] | None, cuts: Cuts | None) -> list[str]:
+        """The engines that are paused: without others, those that ``cuts`` names.
+
+        Raises:
+            ValueError: ``cuts`` is of another shape, or names others.
+        """
+        cuts = {} if cuts is None else cuts
+        shapes: list[object] = list(cuts.values())
+        if not all(isinstance(calls, Mapping) for calls in shapes):
+            raise ValueError(f"cuts: {cuts!r} is no {{engine: {{call: tokens}}}}")
+        if names is None and not self.engines:
+            return list(dict.fromkeys([*self._numbers, *cuts])) or [ENGINE]
+        chosen = self._chosen(names)
+        astray = sorted(cuts.keys() - set(chosen))
+        if astray:
+            raise ValueError(f"cuts: {astray} are not paused, {chosen} are; pass engines=")
+        return chosen
+
     def _attached(self, names: Iterable[str] | None) -> list[tuple[str, Engine]]:
         return [(n, self.engines[n]) for n in self._chosen(names) if n in self.engines]
+
+    def last_refit(self, engine: str) -> int:
+        """Number of the last refit of an engine whose pause began; 0 if none."""
+        return self._number(engine)
 
     def _number(self, name: str) -> int:
         return max(self._numbers.get(name, 0), self._last_refit(name))
 
     def _violation(self, name: str, detail: str) -> None:
         self._record(ViolationFound(time=self._clock(), name=name, detail=detail))
+
+
+def check_name(engine: object) -> None:
+    """See that an engine has a name that can stand in a trace.
+
+    Raises:
+        ValueError: it has none.
+    """
+    name = getattr(engine, "name", None)
+    try:
+        usable = isinstance(name, str) and bool(name.encode()) and hasattr(engine, "mark")
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise ValueError(
+            f"engines: {engine!r} is none, or has no name; pass VllmEngine(llm, name=...), or"
+            " another of rl_staleness.integrations"
+        )
 
 
 def _told(engine: str, what: str, tell: Callable[[], object]) -> Answer:

@@ -107,7 +107,17 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike[str], *, run: str) -> None:
         if os.fspath(path).endswith(".gz"):
             raise ValueError(f"trace: {path} is written as plain lines; compress it afterwards")
-        self.path, file = _free(Path(path), run)
+        try:
+            self.path, file = _free(Path(path), run)
+        except OSError as error:
+            if error.filename is None or "trace: " in str(error):
+                raise
+            problem = f"trace: {error.strerror}; pass trace= a file that can be written"
+            raise type(error)(error.errno, problem, os.fspath(path)) from error
+        if self.path != Path(path):
+            _log.warning(
+                "rl_staleness: trace: %s is another run's; this one is in %s", path, self.path
+            )
         self._file: int | None = file
         self.lost = 0
         """Lines of this writer that are not in the file."""
@@ -250,7 +260,7 @@ def _runs(path: Path) -> Iterator[str]:
         with open(path, "rb") as file:
             start = file.read(len(_FIRST))
         if "holds no trace" not in str(error) or not _FIRST.startswith(start):
-            raise TraceError(f"trace: {error}") from error
+            raise TraceError(f"trace: {error}; pass trace= another file") from error
 
 
 def _mend(path: Path) -> int:

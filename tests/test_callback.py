@@ -1058,3 +1058,95 @@ def test_metrics_are_those_of_the_last_step(path: Path) -> None:
         assert staleness.metrics(2) == {}
         staleness.on_step(["g"], step="two")  # type: ignore[arg-type]  # refused
         assert staleness.metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("engines", "cuts"),
+    [
+        (["engine"], {"engine_0": {"a": 5}}),
+        (None, {"a": 5}),
+        (None, {"other": {"a": 5}}),
+    ],
+)
+def test_cuts_of_no_paused_engine_are_told_at_once(
+    path: Path, engines: Any, cuts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that is not in play, or another shape: the line says what is and what to pass."""
+    with StalenessCallback(trace=path, sinks=[], engines=[FakeEngine(counts={})]) as staleness:
+        staleness.on_refit_paused(engines=engines, cuts=cuts)
+        assert "cuts: " in caplog.text
+    assert staleness.missing()["times on_refit_paused failed"] == 1
+
+
+def test_cuts_name_engines_that_are_not_attached(path: Path) -> None:
+    """Without attached engines and without names, those of ``cuts`` are paused."""
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        staleness.on_step([])
+        staleness.on_refit_paused(cuts={"sim": {"a": 5}})
+        assert staleness.last_refit("sim") == 1
+        staleness.on_refit_done()
+        record = Call(call="a", engine="sim", version=0, tokens=10, after=0, until=1)
+        staleness.on_publish("g", calls=[record])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.tokens_by_version, numbers.coverage) == ({0: 5, 1: 5}, 1.0)
+
+
+def test_the_last_refit_is_known_also_after_a_resume(path: Path) -> None:
+    """A trainer that stamps calls itself asks for the number, also in a run that goes on."""
+    for expected in (0, 1, 2):
+        with StalenessCallback(trace=path, sinks=[], run="r") as staleness:
+            assert staleness.last_refit() == expected
+            staleness.on_refit_paused(cuts={"engine": {}})
+            staleness.on_refit_done()
+            assert staleness.last_refit() == expected + 1
+
+
+def test_a_run_that_never_told_of_a_refit_is_asked_for_it(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ages that only grow, and no refit: the hooks are missing, and a line names them."""
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        for step in range(20):
+            staleness.on_publish(f"g{step}", calls=[call(f"c{step}", 9, 0, 0)])
+            staleness.on_step([f"g{step}"])
+    (line,) = [r.getMessage() for r in caplog.records if "no refit was told of" in r.message]
+    assert line.startswith("rl_staleness: step 9: ")
+    assert "on_refit_done" in line
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("engines", 3), ("engines", [object()]), ("engines", FakeEngine()), ("sinks", print)],
+)
+def test_a_wrong_collection_is_named_and_leaves_no_file(
+    path: Path, argument: str, value: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"^{argument}: "):
+        StalenessCallback(trace=path, **{argument: value})
+    assert not path.exists()
+
+
+def test_a_trace_that_cannot_be_written_says_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"trace: .*pass trace="):
+        StalenessCallback(trace=tmp_path / "nowhere" / "rollout_trace.jsonl")
+
+
+def test_another_runs_trace_is_left_alone_with_a_word(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with StalenessCallback(trace=path, sinks=[]) as staleness:
+            staleness.on_step([])
+    (line,) = [r.getMessage() for r in caplog.records if "another run's" in r.message]
+    assert str(path) in line
+    assert line.endswith("rollout_trace-2.jsonl")
+
+
+@pytest.mark.parametrize("calls", [[("a", 10)], 7])
+def test_what_is_no_call_is_named(path: Path, calls: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        staleness.on_publish("g", calls=calls)
+    assert staleness.missing()["times on_publish failed"] == 1
+    if calls != 7:
+        assert "calls: ('a', 10) is no call" in caplog.text
