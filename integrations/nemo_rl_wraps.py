@@ -102,8 +102,9 @@ def mismatches(
         wanted: dotted paths from the root, with the names of parameters.
         optional: what is not there at all is none.
 
-    >>> mismatches("text", {"count": (), "nothing": (), "index": ("sub",)})
-    ['it has no nothing']
+    >>> from pathlib import PurePath
+    >>> mismatches(PurePath(), {"joinpath": (), "nothing": (), "relative_to": ("sub",)})
+    ['it has no nothing', "relative_to has no parameter 'sub'"]
     """
     problems: list[str] = []
     for path, names in wanted.items():

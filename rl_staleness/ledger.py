@@ -238,7 +238,7 @@ class Ledger:
                     tokens.add(group, masks.get(name), at)
         tokens.settle()
         for name in missing:
-            find(name, "", "unknown_group", "never published, or trained or dropped before")
+            find(name, "", "unknown_group", "not published, or used up")
         return measure(
             tokens.by_versions,
             tokens.unknown,

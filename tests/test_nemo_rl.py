@@ -1034,7 +1034,8 @@ def test_the_stand_ins_have_the_signatures_of_the_package() -> None:
 def cluster() -> Iterator[Any]:
     """A Ray of this test's own; the stand-ins travel to its actors by value."""
     ray = pytest.importorskip("ray")
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray keeps the first one
     module = sys.modules["tests.nemo_rl_fakes"]
     ray.cloudpickle.register_pickle_by_value(module)
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:

@@ -28,7 +28,8 @@ from rl_staleness.integrations.ray import RayEngine  # noqa: E402
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """A Ray of this module's own."""
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray keeps the first one
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         ray.init(

@@ -254,9 +254,8 @@ def test_the_header_says_what_the_run_looks_like(trace: Path, html: str) -> None
     ) in words_of(html)
     assert weighted(numbers, "age_lo") < mean <= weighted(numbers, "age_hi")
     assert "not known at 2 steps" in words_of(html)
-    assert "unknown_group group &#x27;never published&#x27;: it is not waiting 2 30" in words_of(
-        html
-    )
+    never = "unknown_group group &#x27;never published&#x27;: not published, or used up"
+    assert f"{never} 2 30" in words_of(html)
 
 
 def weighted(numbers: list[StepStaleness], name: str) -> float:

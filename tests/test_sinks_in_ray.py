@@ -30,7 +30,8 @@ STEPS = 40
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A Ray of this module's own."""
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray keeps the first one
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         options: dict[str, Any] = {"include_dashboard": False, "_temp_dir": folder}
