@@ -797,6 +797,7 @@ def result(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_every_token_of_a_run_with_full_weights(tmp_path: Path) -> None:
     """Log-probabilities, the server's spans and its cuts all say the same of each token."""
     found = result(tmp_path, lora=False, max_steps=5, max_inflight_tasks=8)
@@ -810,6 +811,7 @@ def test_every_token_of_a_run_with_full_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_every_token_of_a_run_with_adapters(tmp_path: Path) -> None:
     """A call is of the adapter that it named, to its end."""
     if importlib.util.find_spec("peft") is None:
