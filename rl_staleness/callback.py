@@ -49,7 +49,7 @@ from rl_staleness.events import (
 from rl_staleness.group import Group, name_of, names_of
 from rl_staleness.guard import Guard
 from rl_staleness.limits import Limits
-from rl_staleness.pauses import Answer, Cuts, Pauses, check_name
+from rl_staleness.pauses import Answer, Cuts, Pauses
 from rl_staleness.publication import Content, Masks, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
@@ -135,8 +135,14 @@ class StalenessCallback:
         self._late_masks = late_masks
         self._clock = clock
         run = run or uuid.uuid4().hex
-        for engine in engines:
-            check_name(engine)
+        self._started = self._closed = False
+        self._pauses = Pauses(
+            self._record,
+            guard=self._guard,
+            clock=clock,
+            last_refit=lambda engine: self._recorder.ledger.last_refit(engine),
+        )
+        self.attach(*engines)  # before a file is made: a wrong one leaves none
         self._recorder = Recorder(trace, run=run)
         ledger = self._recorder.ledger
         goes_on = ledger.run is not None
@@ -157,17 +163,9 @@ class StalenessCallback:
             raise ValueError(f"run, about: cannot stand in a trace: {error}") from error
         self._version, self._step = self._start.version, self._start.step
         self._step_lock = threading.RLock()  # sinks hear of steps in their order
-        self._started = self._closed = False
         self._told: list[Answer] = []
         self._numbers: StepStaleness | None = None
         self._names = itertools.count(1)
-        self._pauses = Pauses(
-            self._record,
-            guard=self._guard,
-            clock=clock,
-            last_refit=self._recorder.ledger.last_refit,
-        )
-        self.attach(*engines)
 
     # What is known.
 
@@ -379,7 +377,7 @@ class StalenessCallback:
         except Exception as error:  # noqa: BLE001  # raised below, where the step is counted
             told = error
         with self._step_lock, self._guard("on_step"):
-            numbers = self._numbers = None
+            self._numbers = None
             numbers = self._numbers = self._count_step(told, step, version, made)
             if numbers is not None:
                 self._notify(numbers)

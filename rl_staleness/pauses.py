@@ -20,7 +20,7 @@ from typing import Literal, cast
 from rl_staleness.engines import Cut, Engine
 from rl_staleness.events import LARGEST, Event, RefitAborted, RefitCut, RefitDone, ViolationFound
 
-__all__ = ["Answer", "Cuts", "Pauses", "check_name"]
+__all__ = ["Answer", "Cuts", "Pauses"]
 
 ENGINE = "engine"
 """Name of the engine of a trainer that attached none and named none."""
@@ -105,7 +105,7 @@ class Pauses:
         Raises:
             ValueError: its name is taken, or cannot stand in a trace.
         """
-        check_name(engine)
+        _check_name(engine)
         if engine.name in self.engines:
             raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
         self.engines[engine.name] = engine
@@ -329,7 +329,7 @@ class Pauses:
         self._record(ViolationFound(time=self._clock(), name=name, detail=detail))
 
 
-def check_name(engine: object) -> None:
+def _check_name(engine: object) -> None:
     """See that an engine has a name that can stand in a trace.
 
     Raises:

@@ -62,16 +62,14 @@ def numbered_events(path: str | os.PathLike[str]) -> Iterator[tuple[int, Event]]
                 try:
                     event = decode(line)
                 except TraceError as error:
-                    if _is_torn(line) and number > 1:
-                        size = len(line)
-                        _log.warning(
-                            "%s:%d: torn last line, %d bytes, left out", path, number, size
-                        )
-                        number -= 1
-                        break
-                    if _is_torn(line):
+                    if not _is_torn(line):
+                        raise TraceError(f"{path}:{number}: {error}") from None
+                    if number == 1:
                         raise TraceError(f"{path}:1: line: torn; the file holds no trace") from None
-                    raise TraceError(f"{path}:{number}: {error}") from None
+                    size = len(line)
+                    _log.warning("%s:%d: torn last line, %d bytes, left out", path, number, size)
+                    number -= 1
+                    break
                 if number == 1 and type(event) is not RunStarted:
                     raise TraceError(f"{path}:1: event: there is no run_started before it")
                 yield number, event
