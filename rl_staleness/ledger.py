@@ -105,6 +105,10 @@ class Ledger:
         """Whether this group is published and may still be trained."""
         return group in self._waiting
 
+    def published(self, group: str) -> GroupPublished | None:
+        """How a group that may still be trained was published; None: there is none."""
+        return self._waiting.get(group)
+
     def last_refit(self, engine: str) -> int:
         """The highest refit number of an engine in any incarnation of the run."""
         refits = self._engines.get(engine)

@@ -11,12 +11,12 @@ import base64
 import hashlib
 import html
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from rl_staleness.printable import printable
 from rl_staleness.view import Stretch
 
 __all__ = [
@@ -138,9 +138,7 @@ def clean(name: str) -> str:
     >>> clean("a" + chr(27) + "[31m" + chr(0x202E) + "b" + chr(10) + "c")
     'a?[31m?b c'
     """
-    name = " ".join(name[: 4 * LONGEST_NAME].split())
-    name = "".join("?" if unicodedata.category(c)[0] == "C" else c for c in name)
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+    return printable(name, longest=LONGEST_NAME)
 
 
 def escaped(name: str) -> str:

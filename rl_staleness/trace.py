@@ -52,8 +52,14 @@ def read(path: str | os.PathLike[str]) -> Iterator[Event]:
         yield event
 
 
-def numbered_events(path: str | os.PathLike[str]) -> Iterator[tuple[int, Event]]:
-    """Read a trace like `read`, with the number of each line, from 1."""
+def numbered_events(
+    path: str | os.PathLike[str], *, torn: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[int, Event]]:
+    """Read a trace like `read`, with the number of each line, from 1.
+
+    Args:
+        torn: is told the number and the bytes of a torn last line, instead of the log.
+    """
     number = 0
     with _opened(path) as file:
         lines = iter(partial(file.readline, LONGEST_LINE), b"")
@@ -66,8 +72,8 @@ def numbered_events(path: str | os.PathLike[str]) -> Iterator[tuple[int, Event]]
                         raise TraceError(f"{path}:{number}: {error}") from None
                     if number == 1:
                         raise TraceError(f"{path}:1: line: torn; the file holds no trace") from None
-                    size = len(line)
-                    _log.warning("%s:%d: torn last line, %d bytes, left out", path, number, size)
+                    tell = partial(_log_torn, path) if torn is None else torn
+                    tell(number, len(line))
                     number -= 1
                     break
                 if number == 1 and type(event) is not RunStarted:
@@ -200,6 +206,10 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
     if os.fspath(path).endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)
+
+
+def _log_torn(path: str | os.PathLike[str], number: int, size: int) -> None:
+    _log.warning("%s:%d: torn last line, %d bytes, left out", path, number, size)
 
 
 def _is_torn(line: bytes) -> bool:
