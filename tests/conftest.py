@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.watermark import Served
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wandb_anew() -> Iterator[None]:
+    """W&B reads its settings once in a process: the next module has other ones."""
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
 
 
 @pytest.fixture(scope="session")

@@ -157,6 +157,7 @@ class HttpRun:
         """Published groups, their calls, and the tokens that the client got of each."""
         self._name, self._sent = secrets.token_hex(4), 0
         self._session: aiohttp.ClientSession | None = None
+        self._before = 0
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[HttpRun]:
@@ -169,6 +170,7 @@ class HttpRun:
             self.served.url, headers=headers, connector=connector, timeout=limits
         ) as self._session:
             await self.staleness.astart()
+            self._before = await self._num_begun()
             yield self
 
     async def post(self, path: str, body: Any = None, *, request: str | None = None) -> Any:
@@ -253,13 +255,18 @@ class HttpRun:
         await self.publish(request, received)
 
     async def begun(self, number: int) -> None:
-        """Wait until so many requests have reached the server and are not answered."""
-        assert self._session is not None
-        num_open = 0
-        while num_open < number:
+        """Wait until so many requests have reached the server since `client`."""
+        deadline = time.monotonic() + 60
+        while await self._num_begun() - self._before < number:
+            assert time.monotonic() < deadline, f"there are no {number} requests"
             await asyncio.sleep(0.02)
-            async with self._session.get("/staleness") as response:
-                num_open = (await response.json())["open"]
+
+    async def _num_begun(self) -> int:
+        assert self._session is not None
+        async with self._session.get("/staleness") as response:
+            about = await response.json()
+        # A quick request may have ended before a later one begins.
+        return int(about["open"] + about["finished"])
 
     async def publish(self, request: str, received: list[list[int]]) -> tuple[Call, ...]:
         """Publish a group of which the trainer got these tokens, call by call."""
