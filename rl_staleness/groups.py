@@ -13,7 +13,7 @@ from rl_staleness.events import LARGEST, Call, GroupDropped, GroupPublished, Mas
 from rl_staleness.listings import Listing
 from rl_staleness.ranges import Segment, within
 from rl_staleness.refits import Finding, Refits
-from rl_staleness.spans import restored_spans, ruled_spans, spans_of
+from rl_staleness.spans import NEVER, restored_spans, ruled_spans, spans_of
 
 __all__ = ["Find", "StepTokens", "num_trained"]
 
@@ -67,6 +67,7 @@ class StepTokens:
         refits: those of an engine.
         lost: whether lines about an engine are missing.
         now: version of the step.
+        limit: version that the run started from, or was resumed at; nothing restored is newer.
         find: is told of facts that cannot all be true.
     """
 
@@ -76,6 +77,7 @@ class StepTokens:
         *,
         lost: Callable[[str], bool],
         now: int,
+        limit: int,
         find: Find,
     ) -> None:
         self.by_versions: defaultdict[int, dict[_Versions, int]] = defaultdict(dict)
@@ -88,6 +90,7 @@ class StepTokens:
         self._refits = refits
         self._lost = lost
         self._now = now
+        self._limit = limit
         self._find = find
         self._kinds: dict[_Key, _Kind] = {}
         self._sums: dict[int, int] = {}
@@ -107,7 +110,11 @@ class StepTokens:
         plain = masks is None and not group.restored
         total, newest = 0, -1
         for version, count in group.tokens.items():
-            if count:
+            if count and group.restored and version > self._limit:
+                detail = f"version {version}, but the run went on from {self._limit}"
+                self._find(group.group, "", "beyond_resume", detail)
+                self.unknown[at] += count
+            elif count:
                 total += count
                 sums[version] = sums.get(version, 0) + count
                 newest = version if version > newest else newest
@@ -162,7 +169,7 @@ class StepTokens:
     def spans(self, call: Call, *, restored: bool | None) -> tuple[list[Segment], list[Finding]]:
         """The versions of all tokens of one call, and what was found about it."""
         if restored:
-            return restored_spans(call, now=self._now)
+            return restored_spans(call, now=self._now, limit=self._limit)
         refits = self._refits(call.engine)
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
 
@@ -200,6 +207,9 @@ class StepTokens:
         by = self.by_versions[self._at]
         total, newest = 0, -1
         for start, stop, oldest, last in self._odd(call, group, masks):
+            if oldest == NEVER:
+                self.unknown[self._at] += stop - start
+                continue
             total += stop - start
             newest = max(newest, oldest)
             by[oldest, last] = by.get((oldest, last), 0) + stop - start
@@ -246,7 +256,7 @@ class StepTokens:
                 detail = f"only {call.tokens} tokens were made"
                 self._find(group.group, call.call, "mask_beyond_call", detail)
             segments = within(segments, mask)
-        self.spanning_calls += len({segment[2] for segment in segments}) > 1
+        self.spanning_calls += len({segment[2] for segment in segments} - {NEVER}) > 1
         return segments
 
     def _find_negative(
@@ -255,7 +265,7 @@ class StepTokens:
         """Name what is younger than the update that consumed it."""
         spanning = self.spanning_calls
         for version, count in group.tokens.items():
-            if count and version > at:
+            if count and version > at and not (group.restored and version > self._limit):
                 self._find(group.group, "", "negative_age", f"version {version}, trained at {at}")
         for call in group.calls:
             newest = max((s[2] for s in self._odd(call, group, masks)), default=0)

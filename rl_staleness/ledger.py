@@ -135,9 +135,13 @@ class Ledger:
         event = StepTrained(time=0.0, step=self.step, version=self.version, groups=tuple(groups))
         return self._measure(event, find=_ignore)
 
-    def spans(self, call: Call) -> list[Segment]:
-        """``(start, stop, oldest, newest)`` of a call's tokens, as the evidence stands."""
-        return self._tokens(self.version, _ignore).spans(call, restored=False)[0]
+    def spans(self, call: Call, *, restored: bool | None = None) -> list[Segment]:
+        """``(start, stop, oldest, newest)`` of a call's tokens, as the evidence stands.
+
+        Args:
+            restored: it is of a group that was published before the run's last resume.
+        """
+        return self._tokens(self.version, _ignore).spans(call, restored=restored)[0]
 
     # The events.
 
@@ -152,6 +156,11 @@ class Ledger:
         self._last_refits.update({name: refits.last for name, refits in self._engines.items()})
         self.run, self.version, self.step = event, event.version, event.step
         self._engines, self._waiting, self._found_before = {}, {}, {}
+        self._refit_versions.forget_above(event.version)  # what a rolled back part led to
+        before_us = (event.about or {}).get("refits_before")
+        for name, number in before_us.items() if isinstance(before_us, dict) else ():
+            if type(number) is int:  # of a trace that is lost
+                self._last_refits[name] = max(number, self._last_refits.get(name, 0))
         self._lines_lost, self._informed = False, None
         ahead = {n: v for n, v in event.engines.items() if v > event.version}
         if ahead:
@@ -259,7 +268,9 @@ class Ledger:
         )
 
     def _tokens(self, now: int, find: Find) -> StepTokens:
-        return StepTokens(self._refits, lost=self._lines_missing, now=now, find=find)
+        limit = 0 if self.run is None else self.run.version
+        lost = self._lines_missing
+        return StepTokens(self._refits, lost=lost, now=now, limit=limit, find=find)
 
     def _lines_missing(self, engine: str) -> bool:
         return self._informed is not None and engine not in self._informed
@@ -272,6 +283,7 @@ class Ledger:
             refits = self._engines[engine] = Refits(
                 start=self.run.engines.get(engine, self.run.version),
                 base=self._last_refits.get(engine, 0),
+                limit=self.run.version if self.run.incarnation else None,
                 waiting=self._waiting.keys(),
                 orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
             )

@@ -64,6 +64,8 @@ class Refits:
     """Version that the engine started with."""
     base: int = 0
     """Last refit number from before; it and lower ones stand for the start."""
+    limit: int | None = None
+    """Version that the run went on from; None: it has not been resumed."""
     orphan_after: int = 64
     """Refits after which a listed call that nobody published is forgotten."""
     last: int = 0

@@ -13,7 +13,11 @@ from rl_staleness.listings import Counts
 from rl_staleness.ranges import Segment, covered_by, move, overlapping, widen
 from rl_staleness.refits import Finding, Refit, Refits
 
-__all__ = ["restored_spans", "ruled_spans", "spans_of"]
+__all__ = ["NEVER", "restored_spans", "ruled_spans", "spans_of"]
+
+NEVER = -1
+"""Stands for the version of tokens that came from weights which this run never had: a part of it
+that was rolled back has updated others."""
 
 
 def spans_of(
@@ -31,6 +35,7 @@ def spans_of(
     """
     counts = refits.calls.counts(call.call)
     segments, found = ruled_spans(call, counts, refits, now=now)
+    from_before = refits.limit is not None and call.after is not None and call.after <= refits.base
     until = LARGEST if call.until is None else call.until
     if counts and max(counts) > until:
         detail = f"until refit {until}, but the cut of refit {max(counts)} lists it"
@@ -42,7 +47,10 @@ def spans_of(
     if lost:
         found = []
         segments = _doubtful(call, min((s[2] for s in segments), default=call.version), now)
-    return _as_the_engine_says(call, segments, found)
+    segments, found = _as_the_engine_says(call, segments, found)
+    if from_before and refits.limit is not None and call.spans:
+        segments = _in_this_run(segments, refits.limit, found, refits)
+    return segments, found
 
 
 def ruled_spans(
@@ -57,13 +65,42 @@ def ruled_spans(
     return segments, found
 
 
-def restored_spans(call: Call, *, now: int) -> tuple[list[Segment], list[Finding]]:
+def restored_spans(call: Call, *, now: int, limit: int) -> tuple[list[Segment], list[Finding]]:
     """Find the versions of a call that was made before the run's last resume.
 
     Only its spans speak: refits of before are gone, numbers of today mean others. Tokens that no
     span holds may be of any version from the call's stamp to ``now``.
+
+    Args:
+        limit: the version that the run went on from; what is newer was rolled back (`NEVER`).
     """
-    return _as_the_engine_says(call, _doubtful(call, call.version, now), [])
+    segments, found = _as_the_engine_says(call, _doubtful(call, call.version, now), [])
+    return _in_this_run(segments, limit, found), found
+
+
+def _in_this_run(
+    segments: list[Segment], limit: int, found: list[Finding], refits: Refits | None = None
+) -> list[Segment]:
+    """Give up what is newer than what the run went on from, unless one of its refits led there."""
+    beyond = {
+        segment[2]
+        for segment in segments
+        if segment[2] > limit
+        and (refits is None or refits.leading_to(segment[2], below=LARGEST) is None)
+    }
+    if not beyond:
+        return segments
+    found.append(("beyond_resume", f"version {max(beyond)}, but the run went on from {limit}"))
+    return [
+        (a, b, NEVER, NEVER) if old in beyond else (a, b, old, new) for a, b, old, new in segments
+    ]
+
+
+def _from_before(stamp: int, refits: Refits) -> tuple[int, int]:
+    """Oldest and newest version of a call that began before the resume, stamped differently."""
+    if refits.limit is not None and stamp > refits.limit:
+        return NEVER, NEVER
+    return min(stamp, refits.start), max(stamp, refits.start)
 
 
 def _doubtful(call: Call, oldest: int, now: int) -> list[Segment]:
@@ -121,6 +158,8 @@ def _begin_after(
     if refit is None and after <= refits.base:
         oldest = newest = refits.start
         right = stamp == refits.start
+        if not right and refits.limit is not None:
+            oldest, newest = _from_before(stamp, refits)
     else:
         oldest, newest = refits.before(after, now=now)
         version = None if refit is None else refit.version_at(after)

@@ -105,6 +105,13 @@ class Versions:
             [split + run[2], run[1], run[2]],
         ]
 
+    def forget_above(self, version: int) -> None:
+        """Forget what is newer: the run has been rolled back to this version."""
+        kept = [run for run in self._runs if run[0] <= version]
+        for run in kept:
+            run[1] = min(run[1], run[0] + (version - run[0]) // run[2] * run[2])
+        self._runs = kept
+
     def between(self, low: int, high: int) -> int:
         """How many lie above ``low`` and not above ``high``."""
         number = 0

@@ -29,6 +29,7 @@ from rl_staleness.events import (
 )
 from rl_staleness.ledger import Ledger
 from rl_staleness.ranges import within
+from rl_staleness.spans import NEVER
 from rl_staleness.staleness import StepStaleness, quantile
 from rl_staleness.trace import read
 
@@ -355,7 +356,8 @@ def _ages_of(call: Call, ledger: Ledger) -> Counter[int]:
     for start, stop, oldest, _ in (
         segments if call.trained is None else within(segments, call.trained)
     ):
-        ages[ledger.version - oldest] += stop - start
+        if oldest != NEVER:
+            ages[ledger.version - oldest] += stop - start
     return ages
 
 

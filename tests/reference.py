@@ -145,6 +145,8 @@ class Book:
         self.lost = False
         self.gap_for_new_engines = False
         self.start_version = event["version"]
+        # Choice: versions of a part that was rolled back are not those of this incarnation.
+        self.refit_versions = {v for v in self.refit_versions if v <= event["version"]}
         named: dict[str, int] = event.get("engines") or {}
         for name in {*numbers, *named}:
             start = named.get(name, self.start_version)
