@@ -14,10 +14,12 @@ from typing import NoReturn
 
 import msgspec
 
+from rl_staleness import doctor, lens
 from rl_staleness.compare import compared, find_trace, overlay, text_table
 from rl_staleness.destinations import Product, product_of, replay, upload
 from rl_staleness.page import MissingExtra
 from rl_staleness.plot import plot
+from rl_staleness.printable import as_ascii_json, printable
 from rl_staleness.report import report
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import steps
@@ -52,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0, or 2 for wrong use and unreadable files, with one line on stderr.
+        0, or 1 where the doctor finds a broken invariant, or 2 for wrong use and unreadable files,
+        with one line on stderr.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     parser = _Parser(prog="rl-staleness", description="How off-policy was each training batch?")
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser.parse_args(argv)
         with _uncollected():
-            arguments.run(arguments)
+            status: int | None = arguments.run(arguments)
         if sys.stdout is not None:  # it was closed before we began
             sys.stdout.flush()
     except (_Usage, MissingExtra) as error:
@@ -72,9 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except BrokenPipeError:
         sys.stdout = None  # nobody reads on; leave without a word
+        status = 0
     except OSError as error:
         return _fail(f"{error.filename or 'rl-staleness'}: {error.strerror or error}")
-    return 0
+    return status or 0
 
 
 def table_rows(numbers: Iterator[StepStaleness]) -> Iterator[str]:
@@ -100,6 +104,19 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     _add_trace(command)
     command.add_argument("--json", action="store_true", help="one JSON object a step")
     command.set_defaults(run=_print_steps)
+
+    text = "name every violation and broken invariant with its lines; exits 1 if there is one"
+    command = commands.add_parser("doctor", help=text)
+    _add_trace(command)
+    command.add_argument("--json", action="store_true", help="one JSON object")
+    command.set_defaults(run=_examine)
+
+    text = "print what other frameworks would have shown, next to the exact batch age"
+    command = commands.add_parser("lens", help=text)
+    _add_trace(command)
+    text = "one JSON object with the definitions, then one a step"
+    command.add_argument("--json", action="store_true", help=text)
+    command.set_defaults(run=_look)
 
     command = commands.add_parser("report", help="draw a run: one HTML file that opens anywhere")
     _add_trace(command)
@@ -225,6 +242,27 @@ def _print_steps(arguments: argparse.Namespace) -> None:
         print(row)
 
 
+def _examine(arguments: argparse.Namespace) -> int:
+    found = doctor.examine(arguments.trace)
+    if arguments.json:
+        print(as_ascii_json(doctor.as_record(found)))
+    else:
+        for line in doctor.told(found):
+            print(line)
+    return 0 if found.sound else 1
+
+
+def _look(arguments: argparse.Namespace) -> None:
+    seen = lens.look(arguments.trace)
+    if arguments.json:
+        print(as_ascii_json({"definitions": lens.definitions_record()}))
+        for step in seen:
+            print(as_ascii_json(lens.as_record(step)))
+    else:
+        for row in lens.lens_rows(seen):
+            print(row)
+
+
 @contextmanager
 def _uncollected() -> Generator[None]:
     """A long trace makes many objects and no cycles: nothing looks for them."""
@@ -254,7 +292,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _fail(line: str) -> int:
-    print(" ".join(line.split()), file=sys.stderr)
+    print(printable(line), file=sys.stderr)
     return 2
 
 

@@ -27,6 +27,9 @@ class Cut:
     kv: Literal["kept", "recomputed"] | None = None
     snapshot_seconds: float | None = None
     """What the engine's own thread spent on taking it."""
+    generated: int | None = None
+    """Output tokens of all calls, captured or not, since the engine was attached; None: it does
+    not count."""
 
 
 @dataclass(kw_only=True, slots=True)

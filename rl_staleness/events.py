@@ -97,6 +97,10 @@ class RefitCut(_Line, frozen=True, tag="refit_cut"):
     kv: Literal["kept", "recomputed"] | None = None
     mode: str | None = None
     snapshot_seconds: float | None = None
+    generated: Whole | None = None
+    """Output tokens of all calls that the engine has made since it was attached, up to the pause:
+    its own counter, calls that nobody captured included. It never falls while one process of the
+    run follows the engine. None: the engine does not count."""
 
 
 class RefitDone(_Line, frozen=True, tag="refit_done"):

@@ -110,11 +110,15 @@ class Pauses:
             raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
         self.engines[engine.name] = engine
 
-    def start(self, version: int) -> list[Answer]:
+    def start(self, versions: Mapping[str, int]) -> list[Answer]:
         """Tell every engine which version it holds as the run starts."""
         self._started = {name: self._number(name) for name in self.engines}
         return [
-            _told(name, "start", partial(engine.start, version=version, refit=self._number(name)))
+            _told(
+                name,
+                "start",
+                partial(engine.start, version=versions[name], refit=self._number(name)),
+            )
             for name, engine in self.engines.items()
         ]
 
@@ -289,6 +293,7 @@ class Pauses:
                     kv=pause.kv or cut.kv,
                     mode=pause.mode,
                     snapshot_seconds=cut.snapshot_seconds,
+                    generated=cut.generated,
                 )
             )
 

@@ -49,6 +49,7 @@ CUT: Event = {
     "kv": "kept",
     "mode": "keep",
     "snapshot_seconds": 0.001,
+    "generated": 4096,
 }
 DONE: Event = {
     "event": "refit_done",
@@ -132,7 +133,7 @@ EVENTS = [
 
 OPTIONAL = {
     "run_started": ["about", "torn"],
-    "refit_cut": ["exact", "kv", "mode", "snapshot_seconds"],
+    "refit_cut": ["exact", "kv", "mode", "snapshot_seconds", "generated"],
     "refit_done": ["pause_seconds"],
     "refit_aborted": [],
     "group_published": ["unknown", "restored", "about"],
@@ -216,6 +217,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "kv": [*TEXT, "forgotten", ""],
         "mode": TEXT,
         "snapshot_seconds": SECONDS,
+        "generated": COUNT,
     },
     "refit_done": {"engine": TEXT, "refit": COUNT, "version": VERSION, "pause_seconds": SECONDS},
     "refit_aborted": {"engine": TEXT, "refit": COUNT, "version": VERSION, "reason": TEXT},
