@@ -42,7 +42,7 @@ DEFINITIONS = {
     " minus the version that sampled it",
     "staleness.batch_age": "mean token age over a step's trained tokens, every token weighing one",
     "staleness.run_mean": "mean token age over all tokens that the run has trained so far, those"
-    " before a resume and of steps made again included",
+    " before a resume included, of steps made again the later ones",
 }
 """Tags of the run: what the numbers mean. Not parameters, which a resumed run could not repeat."""
 

@@ -54,6 +54,7 @@ from rl_staleness.publication import Content, Masks, content_of, mask_of, writte
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
 from rl_staleness.refit import Refit, engine_names
+from rl_staleness.resume import Saved, resumption, saved_of
 from rl_staleness.sinks import Sink, StepObserver, active_sinks
 from rl_staleness.staleness import StepStaleness
 
@@ -70,8 +71,8 @@ class StalenessCallback:
         trace: where the evidence is written; None writes nothing.
         run: the run's identity; with that of the trace that stands there, the run goes on.
         version: policy updates in the weights that the run starts from; default 0, or what the
-            trace of the same run says.
-        step: number of the first step; default 1, or what the trace says.
+            trace of the same run says. An older one than that undoes what came after it.
+        step: number of the first step; default 1, or what the trace says, likewise.
         sinks: told every step, in this order; a function of a step will do. Default: the W&B
             and MLflow runs that are active, looked for at each step until there is one.
         timeout: seconds that a refit waits for an engine to take notice.
@@ -134,7 +135,7 @@ class StalenessCallback:
         self._guard = Guard(strict=strict, timeout=timeout)
         self._late_masks = late_masks
         self._clock = clock
-        run = run or uuid.uuid4().hex
+        self._trace, self._given = trace, (run, version, step)
         self._started = self._closed = False
         self._pauses = Pauses(
             self._record,
@@ -143,27 +144,13 @@ class StalenessCallback:
             last_refit=lambda engine: self._recorder.ledger.last_refit(engine),
         )
         self.attach(*engines)  # before a file is made: a wrong one leaves none
-        self._recorder = Recorder(trace, run=run)
-        ledger = self._recorder.ledger
-        goes_on = ledger.run is not None
-        self._start = RunStarted(
-            time=clock(),
-            schema=SCHEMA,
-            run=run,
-            incarnation=self._recorder.incarnation,
-            version=version if version is not None else ledger.version,
-            step=step if step is not None else ledger.step if goes_on else 1,
-            about={**(about or {}), "orphan_after": orphan_after},
-            torn=self._recorder.torn,
-        )
-        try:
-            decode(encode(self._start))
-        except TraceError as error:
-            self._recorder.close()
-            raise ValueError(f"run, about: cannot stand in a trace: {error}") from error
-        self._version, self._step = self._start.version, self._start.step
+        self._about = {**(about or {}), "orphan_after": orphan_after}
+        self._recorder = Recorder(trace, run=run or uuid.uuid4().hex)
+        self._go_on(None)
         self._step_lock = threading.RLock()  # sinks hear of steps in their order
         self._told: list[Answer] = []
+        self._offset: int | None = None
+        self._calls_before: dict[tuple[str, str], Call] | None = None
         self._numbers: StepStaleness | None = None
         self._names = itertools.count(1)
 
@@ -218,8 +205,15 @@ class StalenessCallback:
         self._ensure_started(closed_too=True)
         self._pauses.settle(self._timeout)
         with self._recorder.lock:
-            record = written(call, masks={}, policy_version=self.version)
-            return self._recorder.ledger.spans(record)
+            ledger = self._recorder.ledger
+            record = written(
+                call,
+                masks={},
+                policy_version=self.version,
+                engine_version=ledger.engine_version,
+            )
+            before = self._from_before(record)
+            return ledger.spans(before or record, restored=before is not None)
 
     async def selftest(self) -> dict[str, object]:
         """Run one live call on each engine that can; what evidence each of them gives."""
@@ -243,21 +237,69 @@ class StalenessCallback:
         for engine in engines:
             self._pauses.attach(engine)
 
-    def start(self) -> None:
+    def start(self, *, engines: Mapping[str, int] | None = None) -> None:
         """The run starts: label the engines' weights, and wait until they know.
 
         By itself that happens at the first hook, which waits for nobody: what an engine in another
         process begins until it has heard is not known as well as what comes after.
+
+        Args:
+            engines: versions of those that do not hold the policy's: ``{"engine": 0}`` where one
+                came back with the base weights.
         """
         with self._guard("start"):
-            self._ensure_started()
+            self._begin(engines)
             self._guard.wait(self._told)
 
-    async def astart(self) -> None:
+    async def astart(self, *, engines: Mapping[str, int] | None = None) -> None:
         """Like `start`, without blocking the loop."""
         with self._guard("start"):
-            self._ensure_started()
+            self._begin(engines)
             await self._guard.wait_async(self._told)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the trainer's checkpoint has to hold of this; small, and plain JSON.
+
+        Fires when the checkpoint is made: what is published from now on is no part of it.
+        """
+        with self._guard("state_dict"):
+            self._ensure_started(closed_too=True)
+            self._pauses.settle(self._timeout)
+            with self._recorder.lock:
+                saved = Saved(
+                    run=self._start.run,
+                    incarnation=self._start.incarnation,
+                    line=self._recorder.lines,
+                    version=self._version,
+                    step=self._step,
+                    refits=self._recorder.ledger.last_refits(),
+                )
+            return dict(msgspec.to_builtins(saved))
+        return {}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, waiting: Iterable[Group | str] | None = None
+    ) -> None:
+        """Go on from a checkpoint; before the first hook.
+
+        Its run goes on, in its trace, unless this was made with another ``run=``. Groups that
+        waited then may be trained now; what was published later is dropped. An empty dict changes
+        nothing: the trace alone says where the run goes on.
+
+        Args:
+            waiting: the groups that the trainer still has, default all that waited.
+
+        Raises:
+            ValueError: the run has started, or ``state`` is something else.
+            TraceError, OSError: the trace cannot be gone on with.
+        """
+        if self._started:
+            raise ValueError("state: the run has started; load it before the first hook")
+        saved = saved_of(state)
+        if saved is not None and self._given[0] is None and saved.run != self._start.run:
+            self._recorder.discard()
+            self._recorder = Recorder(self._trace, run=saved.run)
+        self._go_on(saved, None if waiting is None else frozenset(names_of(waiting)))
 
     @contextmanager
     def group(self, name: str | None = None) -> Generator[Group]:
@@ -291,6 +333,11 @@ class StalenessCallback:
             self._ensure_started()
             calls = None if calls is None else _calls(calls)
             with self._recorder.lock:
+                before = self._recorder.ledger.published(name_of(group))
+                if before is not None and before.restored:
+                    if restored:
+                        return  # what was found in the trace is at least as exact
+                    self._drop(before.group, reason="published anew")
                 content = self._content(group, calls, trained, sum_up=not restored)
                 if not (content.calls or content.tokens or unknown):
                     empty = ValueError(f"group {name_of(group)!r} has no call and no token")
@@ -426,6 +473,7 @@ class StalenessCallback:
         with self._guard("on_refit_done"):
             self._ensure_started()
             names = engine_names(engines)
+            version = None if version is None else self._refit_version(version)
             try:
                 self._guard.wait(self._pauses.moved(names, version=version))
             finally:
@@ -438,6 +486,7 @@ class StalenessCallback:
         with self._guard("on_refit_done"):
             self._ensure_started()
             names = engine_names(engines)
+            version = None if version is None else self._refit_version(version)
             try:
                 await self._guard.wait_async(self._pauses.moved(names, version=version))
             finally:  # also where it is cancelled: the weights are in
@@ -529,14 +578,59 @@ class StalenessCallback:
         if self._closed and not closed_too:
             raise RuntimeError("it was called after close() and did nothing")
         if not self._started:
-            self._start_run()
+            self._start_run({})
 
-    def _start_run(self) -> None:
+    def _begin(self, engines: Mapping[str, int] | None) -> None:
+        if engines and self._started:
+            raise ValueError("engines: the run has started, on other versions")
+        if not self._started and not self._closed:
+            self._start_run(engines or {})
+        self._ensure_started()
+
+    def _go_on(self, saved: Saved | None, kept: frozenset[str] | None = None) -> None:
+        """Say how the run starts: from nothing, from its trace, or from where a checkpoint was."""
+        recorder, (_, version, step) = self._recorder, self._given
+        going_on = resumption(
+            recorder.ledger,
+            recorder.path,
+            lines=recorder.lines,
+            version=version,
+            step=step,
+            saved=saved,
+        )
+        self._going_on, self._kept = going_on, kept
+        incarnation = recorder.incarnation
+        if saved is not None and saved.run == recorder.run:
+            incarnation = max(incarnation, saved.incarnation + 1)
+        about = dict(self._about)
+        if incarnation:
+            about["resumed"] = going_on.point._asdict()
+        if saved is not None and saved.refits and recorder.ledger.run is None:
+            about["refits_before"] = saved.refits
+        self._start = RunStarted(
+            time=self._clock(),
+            schema=SCHEMA,
+            run=recorder.run,
+            incarnation=incarnation,
+            version=going_on.point.version,
+            step=going_on.point.step,
+            about=about,
+            torn=recorder.torn,
+        )
+        try:
+            decode(encode(self._start))
+        except TraceError as error:
+            recorder.close()
+            raise ValueError(f"run, about: cannot stand in a trace: {error}") from error
+        self._version, self._step = self._start.version, self._start.step
+
+    def _start_run(self, engines: Mapping[str, int]) -> None:
         with self._recorder.lock:
             if self._started:
                 return
             version = self._start.version
-            engines = dict.fromkeys(self._pauses.engines, version)
+            engines = {**dict.fromkeys(self._pauses.engines, version), **engines}
+            self._undo()
             start = msgspec.structs.replace(
                 self._start, engines=engines, version=self._version, step=self._step
             )
@@ -544,9 +638,58 @@ class StalenessCallback:
             run = self._recorder.ledger.run
             if run is None or run.incarnation != self._start.incarnation:
                 raise OSError(f"trace: {self.trace}: its first line could not be written")
-            self._told = self._pauses.start(version)
+            self._start = start
+            self._told = self._pauses.start(engines)
             self._started = True
+            for group in self._going_on.waiting:
+                if self._kept is None or group.group in self._kept:
+                    self._record(msgspec.structs.replace(group, time=self._clock()))
         self._guard.watch(self._told)
+
+    def _undo(self) -> None:
+        """Drop what waited before a resume and will not be trained after it."""
+        ledger, point = self._recorder.ledger, self._going_on.point
+        if ledger.run is not None and (ledger.version, ledger.step) > point[1:]:
+            _log.warning(
+                "rl_staleness: the run goes back from version %d to %d: steps from %d on are"
+                " undone, %d groups that were published since are dropped",
+                *(ledger.version, *point[1:], len(self._going_on.undone)),
+            )
+        lost = dict.fromkeys(self._going_on.undone, "rolled back")
+        if self._kept is not None:
+            names = (group.group for group in self._going_on.waiting)
+            lost |= {name: "not restored" for name in names if name not in self._kept}
+        for name, reason in lost.items():
+            if ledger.is_waiting(name):
+                dropped = GroupDropped(time=self._clock(), group=name, reason=reason)
+                self._recorder.record(dropped)
+
+    def _drop(self, group: str, *, reason: str) -> None:
+        self._record(GroupDropped(time=self._clock(), group=group, reason=reason))
+
+    def _from_before(self, call: Call) -> Call | None:
+        """The call as its group was published again, if it was made before the last resume."""
+        if not self._start.incarnation:
+            return None
+        if self._calls_before is None:
+            groups = self._going_on.waiting
+            self._calls_before = {(c.engine, c.call): c for group in groups for c in group.calls}
+        return self._calls_before.get((call.engine, call.call))
+
+    def _translated(self, version: int, floor: int) -> int:
+        """A version that the trainer passes, in this run's count.
+
+        A trainer whose own count starts again after a resume is known by the first that it passes.
+        """
+        if self._offset is None and _is_count(version):
+            self._offset = 0
+            if self._start.incarnation and version < floor:
+                self._offset = self._version - version
+                detail = f"the trainer's version {version} is {self._version} here, and so on"
+                self._record(
+                    ViolationFound(time=self._clock(), name="counter_restarted", detail=detail)
+                )
+        return version + (self._offset or 0) if _is_count(version) else version
 
     def _record(self, event: Event) -> StepStaleness | None:
         if self._closed or not self._started:
@@ -561,6 +704,8 @@ class StalenessCallback:
         updated = self._version if version is None else version
         try:
             self._ensure_started()
+            if version is not None:
+                updated = self._translated(version, self._start.version)
             if isinstance(told, Exception):
                 raise told
             self._pauses.settle(self._timeout)
@@ -583,6 +728,8 @@ class StalenessCallback:
         self._ensure_started()
         if kv not in (None, "kept", "recomputed") or type(mode) is not str:
             raise ValueError(f"mode, kv: {mode!r}, {kv!r}; kv is 'kept', 'recomputed' or None")
+        if version is not None:
+            version = self._refit_version(version)
         return self._pauses.begin(
             engine_names(engines),
             version=self.version if version is None else version,
@@ -621,7 +768,12 @@ class StalenessCallback:
             sole_version=ledger.sole_version,
             in_doubt=self._pauses.in_doubt,
             policy_version=ledger.version,
+            engine_version=ledger.engine_version,
         )
+
+    def _refit_version(self, version: int) -> int:
+        """The version of a refit in this run's count."""
+        return self._translated(version, min([self._start.version, *self._start.engines.values()]))
 
     def _notify(self, numbers: StepStaleness) -> None:
         for warning in self._limits.crossed(numbers, refits=self._pauses.num_done):

@@ -114,6 +114,11 @@ class Ledger:
         refits = self._engines.get(engine)
         return self._last_refits.get(engine, 0) if refits is None else refits.last
 
+    def last_refits(self) -> dict[str, int]:
+        """The same of every engine that any incarnation of the run had."""
+        names = {**self._last_refits, **self._engines}
+        return {name: number for name in names if (number := self.last_refit(name))}
+
     def engine_version(self, engine: str) -> int:
         """The version that an engine has after the newest of its refits that are done."""
         refits = self._refits(engine)

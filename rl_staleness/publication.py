@@ -23,6 +23,9 @@ Masks = Mapping[str, Sequence[Sequence[int]]]
 SoleVersion = Callable[[str, int, int], int | None]
 """(engine, after, until) to the version of a whole call, None where a refit may have touched it."""
 
+EngineVersion = Callable[[str], int]
+"""An engine to the version of its weights."""
+
 InDoubt = Callable[[str, int | None, int | None], tuple[bool, bool]]
 """(engine, after, until) to whether those numbers, and the spans of such a call, may be too old."""
 
@@ -49,6 +52,7 @@ def content_of(
     sole_version: SoleVersion,
     in_doubt: InDoubt,
     policy_version: int,
+    engine_version: EngineVersion,
 ) -> Content:
     """Sum up the calls that are settled and list the others.
 
@@ -56,6 +60,7 @@ def content_of(
         masks: final loss masks of the calls that have one; other calls are trained whole.
         sum_up: False if masks may still change, or the calls are from before a resume.
         policy_version: nothing that was generated so far can be newer.
+        engine_version: as `written`.
     """
     calls = tuple(calls)
     if len(set(map(_CALL, calls))) < len(calls):
@@ -71,7 +76,9 @@ def content_of(
             if settled[kind] and _has_only_tokens(call):
                 tokens[call.version] = tokens.get(call.version, 0) + call.tokens
                 continue
-        record = written(call, masks=masks, policy_version=policy_version)
+        record = written(
+            call, masks=masks, policy_version=policy_version, engine_version=engine_version
+        )
         numbers, spans = in_doubt(record.engine, record.after, record.until)
         if numbers:
             record = msgspec.structs.replace(record, after=None, until=None, spans=None)
@@ -104,8 +111,15 @@ def _has_only_tokens(call: LiveCall | Call) -> bool:
     return spans is None or tuple(spans) == ((0, number, call.version),)
 
 
-def written(call: LiveCall | Call, *, masks: Masks, policy_version: int) -> Call:
-    """A call as it is written: with its mask, and with nothing newer than the policy."""
+def written(
+    call: LiveCall | Call, *, masks: Masks, policy_version: int, engine_version: EngineVersion
+) -> Call:
+    """A call as it is written: with its mask, and with nothing newer than the policy.
+
+    Args:
+        engine_version: of an engine now. A call that began before its engine heard of the run has
+            bounds, and no stamp of its own that could contradict anything.
+    """
     record = call.record() if isinstance(call, LiveCall) else call
     mask = masks.get(record.call)
     if mask is not None:
@@ -116,4 +130,7 @@ def written(call: LiveCall | Call, *, masks: Masks, policy_version: int) -> Call
             for span in record.spans
         )
         record = msgspec.structs.replace(record, spans=clipped)
+        if record.after is None:
+            version = engine_version(record.engine)
+            record = msgspec.structs.replace(record, version=version)
     return record

@@ -13,6 +13,7 @@ from collections import Counter
 
 from rl_staleness.events import Event, RunStarted, TraceError, decode, encode
 from rl_staleness.ledger import Ledger
+from rl_staleness.resume import timed_steps
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import TraceWriter, read
 
@@ -44,21 +45,35 @@ class Recorder:
         self.violations: Counter[str] = Counter()
         """By name, since this process opened the trace."""
         self.trained: Counter[int] = Counter()
-        """Tokens of all steps so far by their age, those of earlier incarnations included."""
+        """Tokens of all steps so far by their age, those of earlier incarnations included; of a
+        step that was made again after a resume the later ones."""
+        self.lines = 0
+        """Of the trace so far."""
         self.damage: str | None = None
         """What became of the trace while it was written; known when it is closed."""
         self._writer = None if path is None else TraceWriter(path, run=run)
         self._step: StepStaleness | None = None
+        self._run = run
         if self._writer is not None and self._writer.continued:
+            went_back = False
             for event in read(self._writer.path):
+                went_back = went_back or self._undoes(event)
                 step = self.ledger.apply(event)
+                self.lines += 1
                 if step is not None:
                     self.trained.update(step.tokens_by_age)
+            if went_back:
+                self._count_again()
 
     @property
     def path(self) -> str | None:
         """Where the trace is written."""
         return None if self._writer is None else os.fspath(self._writer.path)
+
+    @property
+    def run(self) -> str:
+        """The run's identity."""
+        return self._run
 
     @property
     def lost(self) -> int:
@@ -107,10 +122,30 @@ class Recorder:
                 self.damage = self.damage or self._writer.damage()
                 self._writer.close()
 
+    def discard(self) -> None:
+        """Close the trace, and leave no file where nothing was written."""
+        with self.lock:
+            if self._writer is not None:
+                self._writer.discard()
+
+    def _undoes(self, event: Event) -> bool:
+        """Whether the run goes on from before steps that it has made."""
+        return type(event) is RunStarted and event.step < self.ledger.step
+
+    def _count_again(self) -> None:
+        if self._writer is not None:
+            self.trained.clear()
+            for _, step in timed_steps(self._writer.path):
+                self.trained.update(step.tokens_by_age)
+
     def _apply(self, event: Event) -> None:
+        went_back = self._undoes(event)
+        self.lines += 1
         self._step = self.ledger.apply(event)
         if self._step is not None:
             self.trained.update(self._step.tokens_by_age)
+        if went_back:
+            self._count_again()
         for name, detail in self.ledger.found:
             self.violations[name] += 1
             if self.violations[name] <= LOGGED_A_NAME:

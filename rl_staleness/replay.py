@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from rl_staleness.events import RunFinished, RunStarted, TraceError
-from rl_staleness.ledger import Ledger
+from rl_staleness.events import RunFinished, RunStarted
 from rl_staleness.page import clean
-from rl_staleness.staleness import StepStaleness
-from rl_staleness.trace import numbered_events, read
+from rl_staleness.resume import timed_steps
+from rl_staleness.trace import read
 
 __all__ = ["Origin", "origin_of", "timed_steps"]
 
@@ -58,20 +56,3 @@ def origin_of(trace: str | os.PathLike[str]) -> Origin:
         elif isinstance(event, RunFinished):
             status = event.status
     return Origin(run, started or 0.0, ended, status)
-
-
-def timed_steps(trace: str | os.PathLike[str]) -> Iterator[tuple[float, StepStaleness]]:
-    """Recompute every step, in constant memory, each after its time in Unix seconds.
-
-    Raises:
-        TraceError: as `rl_staleness.trace.read`.
-        OSError: it cannot be read.
-    """
-    ledger = Ledger()
-    for number, event in numbered_events(trace):
-        try:
-            step = ledger.apply(event)
-        except TraceError as error:
-            raise TraceError(f"{trace}:{number}: {error}") from error
-        if step is not None:
-            yield event.time, step

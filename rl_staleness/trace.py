@@ -184,6 +184,12 @@ class TraceWriter:
             os.close(self._file)
             self._file = None
 
+    def discard(self) -> None:
+        """Close the file, and remove it if nothing was ever written to it."""
+        if self._file is not None and not os.fstat(self._file).st_size:
+            self.path.unlink(missing_ok=True)
+        self.close()
+
     def _write(self, line: bytes) -> bool:
         if self._file is None:
             return False
