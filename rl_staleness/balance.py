@@ -65,7 +65,8 @@ class Balance(msgspec.Struct, kw_only=True):
     appended: int
     """Trained tokens that no call made; in no other number."""
     lost_lo: int | None
-    """Generated and in no account (calls that nobody captured or published): at least."""
+    """Generated and in no account (calls that nobody captured or published): at least. Below 0
+    only where more tokens are in the accounts than were generated."""
     lost_hi: int | None
     """At most. None: see `open`."""
     open: list[str]

@@ -113,7 +113,8 @@ class Bookkeeper:
         )
         if found.generated is not None:
             low = found.generated + found.after - found.accounted
-            found.lost_lo, found.lost_hi = low, low + found.undecided
+            high = low + found.undecided
+            found.lost_lo, found.lost_hi = (low if high < 0 else max(low, 0)), high
         return found
 
     # Groups.

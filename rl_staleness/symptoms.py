@@ -21,6 +21,7 @@ from rl_staleness.events import (
     RunStarted,
     StepTrained,
 )
+from rl_staleness.invariants import BROKEN, NOTED
 from rl_staleness.ledger import Ledger
 from rl_staleness.limits import FEWEST_STEPS, PATIENCE
 from rl_staleness.staleness import StepStaleness
@@ -59,7 +60,8 @@ class Remarks:
 
     def add(self, name: str, line: int, detail: str, *, times: int = 1) -> None:
         """Note a line that shows it."""
-        if name not in self.by_name and len(self.by_name) >= MOST_NAMES:
+        ours = name in BROKEN or name in NOTED
+        if not ours and name not in self.by_name and len(self.by_name) >= MOST_NAMES:
             name = OTHER
         remark = self.by_name.setdefault(name, Remark(name))
         remark.times += times

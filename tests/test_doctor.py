@@ -1,0 +1,877 @@
+"""What the doctor says of traces that break one invariant each, and of sound ones."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_staleness import doctor
+from rl_staleness.balance import Account
+from rl_staleness.contrasts import WHAT
+from rl_staleness.doctor import Diagnosis
+from rl_staleness.events import StepTrained
+from rl_staleness.invariants import BROKEN, NOTED, invariant
+from rl_staleness.ledger import Ledger
+from rl_staleness.symptoms import FIRST_LINES, MOST_NAMES, OTHER, Remarks
+from rl_staleness.trace import read
+from rl_staleness.trained import groups_of
+from tests.lines import (
+    Line,
+    aborted,
+    call,
+    cut,
+    done,
+    dropped,
+    end,
+    gap,
+    published,
+    run,
+    start,
+    step,
+    violation,
+    write,
+)
+from tests.traces import write_trace
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where a trace may be written."""
+    return tmp_path / "rollout_trace.jsonl"
+
+
+def examined(path: Path, *lines: Line) -> Diagnosis:
+    """What the doctor finds in a trace of these lines."""
+    return doctor.examine(write(path, *lines))
+
+
+def names(found: Diagnosis) -> set[str]:
+    """Names of all that was found."""
+    return {remark.name for remark in (*found.broken, *found.noted)}
+
+
+SPANNING = call("c", 90, 0, after=0, until=1)
+"""30 tokens on version 0, 60 on 1."""
+
+SOUND = [
+    start(),
+    published("w", tokens={"0": 10}),
+    step(1, 0, "w"),
+    cut(1, {"c": 30}),
+    done(1),
+    published("g", SPANNING),
+    step(2, 1, "g"),
+    end(),
+]
+
+
+def test_a_sound_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is broken, nothing is noted, exit 0."""
+    status, out, err = run(capsys, "doctor", str(write(file, *SOUND)))
+    assert (status, err) == (0, "")
+    rows = out.splitlines()
+    assert rows[0] == "run r: 8 lines, 1 start, 2 steps, 2 updates, status finished"
+    assert rows[1] == "batch age of the run: 0.300 policy updates over 100 tokens, coverage 1"
+    assert rows[-1] == "sound; noted: 0"
+
+
+# One trace for every name: what breaks it, and the lines that show it.
+
+G = published("g", SPANNING)
+
+BREAKS: dict[str, tuple[list[Line], list[int]]] = {
+    "negative_age": ([start(), published("g", tokens={"3": 5}), step(1, 0, "g")], [3]),
+    "step_version": ([start(), step(1, 4)], [2]),
+    "step_number": ([start(), step(1, 0), step(1, 1)], [3]),
+    "unknown_group": ([start(), step(1, 0, "g")], [2]),
+    "published_again": ([start(), G, G], [3]),
+    "call_named_twice": ([start(), published("g", SPANNING, SPANNING)], [2]),
+    "stamp": ([start(), published("g", call("c", 9, 7)), step(1, 0, "g")], [3]),
+    "after_contradicts_cut": (
+        [
+            start(),
+            cut(1, {"c": 5}, version=0),
+            done(1, version=0),
+            published("g", call("c", 9, 0, after=1, until=1)),
+            step(1, 0, "g"),
+        ],
+        [5],
+    ),
+    "until_contradicts_cut": (
+        [
+            start(),
+            cut(1, {"c": 5}, version=0),
+            done(1, version=0),
+            published("g", call("c", 9, 0, after=0, until=0)),
+            step(1, 0, "g"),
+        ],
+        [5],
+    ),
+    "after_beyond_until": (
+        [
+            start(),
+            cut(1, version=0),
+            done(1, version=0),
+            published("g", call("c", 9, 0, after=1, until=0)),
+            step(1, 0, "g"),
+        ],
+        [5],
+    ),
+    "absent_from_cut": (
+        [
+            start(),
+            *(cut(n, {} if n == 2 else {"c": 9}, version=0) for n in (1, 2, 3)),
+            *(done(n, version=0) for n in (1, 2, 3)),
+            published("g", call("c", 9, 0, after=0, until=3)),
+            step(1, 0, "g"),
+        ],
+        [9],
+    ),
+    "cut_counts_fall": (
+        [
+            start(),
+            cut(1, {"c": 9}, version=0),
+            cut(2, {"c": 5}, version=0),
+            done(1, version=0),
+            done(2, version=0),
+            published("g", call("c", 9, 0, after=0, until=2)),
+            step(1, 0, "g"),
+        ],
+        [7],
+    ),
+    "spans_overlap": (
+        [
+            start(),
+            published("g", {**SPANNING, "spans": [[0, 50, 0], [40, 90, 0]]}),
+            step(1, 0, "g"),
+        ],
+        [3],
+    ),
+    "span_contradicts_cut": (
+        [*SOUND[:5], published("g", {**SPANNING, "spans": [[0, 90, 0]]}), step(2, 1, "g")],
+        [7],
+    ),
+    "mask_beyond_call": (
+        [*SOUND[:5], published("g", {**SPANNING, "trained": [[0, 91]]}), step(2, 1, "g")],
+        [7],
+    ),
+    "mask_of_unknown_call": (
+        [*SOUND[:6], step(2, 1, "g", trained={"g": {"d": [[0, 1]]}})],
+        [7],
+    ),
+    "mask_of_unknown_group": ([*SOUND[:6], step(2, 1, "g", trained={"h": {}})], [7]),
+    "calls_running": ([start(), violation("calls_running")], [2]),
+    "engine_version_back": (
+        [*SOUND[:5], cut(2, version=0), done(2, version=0)],
+        [7],
+    ),
+    "engine_version_beyond_policy": ([start(), cut(1), done(1)], [3]),
+    "refit_version": ([*SOUND[:4], done(1, version=0)], [5]),
+    "refit_done_and_aborted": ([*SOUND[:5], aborted(1)], [6]),
+    "refit_left_open": ([start(), violation("refit_left_open")], [2]),
+    "refit_done_without_pause": ([start(), violation("refit_done_without_pause")], [2]),
+    "refit_aborted_without_pause": ([start(), violation("refit_aborted_without_pause")], [2]),
+    "run_changed": ([start(), start(run="s", incarnation=1)], [2]),
+    "incarnation": ([start(), start(incarnation=2)], [2]),
+    "beyond_resume": (
+        [
+            start(),
+            start(incarnation=1),
+            published("g", tokens={"2": 5}, restored=True),
+            step(1, 0, "g"),
+        ],
+        [4],
+    ),
+    "lines_lost": ([start(), gap(3)], [2]),
+    "line_after_end": ([start(), end(), step(1, 0)], [3]),
+    "tokens_beyond_generated": (
+        [*SOUND[:3], cut(1, {"c": 30}, generated=39), done(1), *SOUND[5:]],
+        [8],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_named_with_its_line(
+    name: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 1; the name, its lines, what it means, its usual cause and the way out."""
+    lines, where = BREAKS[name]
+    write(file, *lines)
+    status, out, err = run(capsys, "doctor", str(file))
+    assert (status, err) == (1, "")
+    rows = out.splitlines()
+    at = rows.index(f"broken: {name}: {BROKEN[name].meaning}")
+    assert f"line {where[0]}: " in rows[at + 1]
+    assert rows[at + 2] == f"  usual cause: {BROKEN[name].cause}"
+    assert rows[at + 3] == f"  way out: {BROKEN[name].way_out}"
+    assert rows[-1].startswith("broken: ")
+    found = doctor.examine(file)
+    (remark,) = [remark for remark in found.broken if remark.name == name]
+    assert (remark.lines, bool(remark.detail)) == (where, True)
+
+
+THREE = [line for n in (1, 2, 3) for line in (step(n, n - 1), cut(n), done(n))]
+
+NOTES: dict[str, tuple[list[Line], list[int]]] = {
+    "line_cut_off": ([start(), start(incarnation=1, torn=12), end()], [2]),
+    "unfinished": (SOUND[:-1], [7]),
+    "clock_back": ([start(), {**step(1, 0), "time": -0.5}, end()], [2]),
+    "refit_without_cut": ([start(), step(1, 0), done(1), end()], [3]),
+    "inexact_cut": ([start(), step(1, 0), cut(1, exact=False), done(1), end()], [4]),
+    "refit_unsettled": ([start(), step(1, 0), cut(1), end()], [3]),
+    "refit_not_repeated": ([start(), step(1, 0), cut(1), aborted(1), end()], [4]),
+    "engine_never_refitted": (
+        [start(engines={"e": 0, "f": 0}), step(1, 0), cut(1), done(1), end()],
+        [1],
+    ),
+    "refits_stopped": (
+        [start(), *THREE, *(step(n, n - 1) for n in range(4, 14)), end()],
+        [19],
+    ),
+    "uncovered_tokens": ([*SOUND[:4], *SOUND[5:]], [6]),
+    "unknown_tokens": (
+        [start(), published("g", tokens={"0": 5}, unknown=1), step(1, 0, "g"), end()],
+        [3],
+    ),
+    "orphans": (
+        [
+            start(about={"orphan_after": 1}),
+            cut(1, {"c": 3}, version=0),
+            done(1, version=0),
+            cut(2, version=0),
+            done(2, version=0),
+            end(),
+        ],
+        [4],
+    ),
+    "groups_discarded": ([start(), G, start(incarnation=1), end()], [3]),
+    "groups_never_trained": ([start(), G, end()], [3]),
+    "steps_made_again": (
+        [start(), step(1, 0), step(2, 1), start(incarnation=1, version=1, number=2), end()],
+        [4],
+    ),
+    "step_without_tokens": ([start(), step(1, 0), end()], [2]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(NOTED.keys() - {"torn_line"}))
+def test_what_is_noted_is_not_broken(
+    name: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 0, with the lines."""
+    lines, where = NOTES[name]
+    status, out, _ = run(capsys, "doctor", str(write(file, *lines)))
+    assert status == 0
+    assert f"noted: {name}: {NOTED[name].meaning}" in out.splitlines()
+    found = doctor.examine(file)
+    (remark,) = [remark for remark in found.noted if remark.name == name]
+    assert (remark.lines, bool(remark.detail)) == (where, True)
+    assert found.sound
+
+
+def test_a_torn_last_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a note of the doctor's, and no second word on stderr."""
+    write(file, *SOUND)
+    with file.open("ab") as stream:
+        stream.write(b'{"event": "ga')
+    status, out, err = run(capsys, "doctor", str(file))
+    assert (status, err) == (0, "")
+    assert "  1 in all, line 9: 13 bytes" in out.splitlines()
+
+
+def test_names_that_a_trainer_gives_are_broken() -> None:
+    """An unknown name is a violation that was found online."""
+    assert invariant("whatever").broken
+    assert not BROKEN.keys() & NOTED.keys()
+
+
+# What is sound and may look odd.
+
+
+RESTORED = published("g", {**SPANNING, "spans": [[0, 30, 0], [30, 90, 1]]}, restored=True)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param([*SOUND[:3], done(1), cut(1, {"c": 30}), *SOUND[5:]], id="a late cut"),
+        pytest.param(
+            [
+                *SOUND[:3],
+                cut(1, {"c": 9}),
+                aborted(1),
+                cut(2, {"c": 30}, version=1),
+                done(2, version=1),
+                published("g", {**SPANNING, "until": 2}),
+                *SOUND[6:],
+            ],
+            id="an aborted refit that is repeated",
+        ),
+        pytest.param(
+            [*SOUND[:6], start(incarnation=1, version=1, number=2), RESTORED, *SOUND[6:]],
+            id="a resume",
+        ),
+        pytest.param([*SOUND[:-1], {**end(), "time": 0.5}], id="lines that overtake by less"),
+        pytest.param(
+            [*SOUND[:5], cut(2, version=1), done(2, version=1), *SOUND[5:]], id="a second refit"
+        ),
+    ],
+)
+def test_what_is_sound(file: Path, lines: list[Line]) -> None:
+    """No word of it."""
+    assert names(examined(file, *lines)) == set()
+
+
+def test_refit_numbers_go_on_at_a_resume(file: Path) -> None:
+    """No refit is skipped between two starts, and one that is skipped within one is noted."""
+    again = start(incarnation=1, version=1, number=2)
+    resumed = [*SOUND[:5], again, cut(2, version=1), done(2, version=1), end()]
+    assert names(examined(file, *resumed)) == set()
+    skipped = [*SOUND[:5], again, cut(3, version=1), done(3, version=1), end()]
+    assert names(examined(file, *skipped)) == {"refit_unsettled"}
+
+
+BLIND = call("c", 90, 0)
+"""Neither its begin nor its end was seen."""
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([*SOUND[:3], done(1), *SOUND[5:]], "a refit without a cut"),
+        ([*SOUND[:3], cut(1, {"c": 30}, exact=False), done(1), *SOUND[5:]], "an inexact cut"),
+        ([*SOUND[:4], *SOUND[5:]], "a refit that may have happened"),
+        ([*SOUND[:5], gap(1), *SOUND[5:]], "lines are lost"),
+        (
+            [*SOUND[:5], published("g", SPANNING, restored=True), *SOUND[6:]],
+            "restored without spans",
+        ),
+        ([*SOUND[:3], cut(1), done(1), published("g", BLIND), *SOUND[6:]], "nobody saw it begin"),
+        (
+            [
+                *SOUND[:5],
+                published("g", {**SPANNING, "until": 2}),
+                published("x"),
+                step(2, 1, "x"),
+                step(3, 2, "g"),
+                end(),
+            ],
+            "a refit that is in no line",
+        ),
+    ],
+)
+def test_why_tokens_are_not_covered(file: Path, lines: list[Line], why: str) -> None:
+    """The first of them says it; the count is of tokens."""
+    found = examined(file, *lines)
+    (remark,) = [remark for remark in found.noted if remark.name == "uncovered_tokens"]
+    assert remark.detail.partition(", ")[2] == f"call 'c': {why}"
+    assert found.coverage is not None
+    assert remark.times == round((1 - found.coverage) * found.tokens)
+
+
+# Lines and counts.
+
+
+def test_the_first_lines_and_the_number(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of fifty lines five are shown, and that there are more."""
+    write(file, start(), *(step(n, n - 1, "nobody") for n in range(1, 51)), end())
+    status, out, _ = run(capsys, "doctor", str(file))
+    assert status == 1
+    assert "  50 in all, lines 2, 3, 4, 5, 6, ...: group 'nobody'" in out
+    found = doctor.examine(file)
+    assert found.broken[0].times == 50
+    assert len(found.broken[0].lines) == FIRST_LINES
+
+
+def test_lines_that_are_told_late_come_in_their_order() -> None:
+    """The detail is that of the first line."""
+    remarks = Remarks()
+    for line in (9, 7, 8, 3, 7, 30, 20):
+        remarks.add("name", line, f"of {line}")
+    assert remarks.by_name["name"].lines == [3, 7, 8, 9, 20]
+    assert (remarks.by_name["name"].detail, remarks.by_name["name"].times) == ("of 3", 7)
+
+
+def test_names_that_never_end_take_no_memory(file: Path) -> None:
+    """Violations and reasons of drops that are all different are summed in the end."""
+    many = [violation(f"name {n}") for n in range(2 * MOST_NAMES)]
+    found = examined(file, start(), *many, *(dropped(f"g{n}", reason=f"{n}") for n in range(200)))
+    assert len(found.broken) <= MOST_NAMES + 1
+    assert sum(remark.times for remark in found.broken) == 2 * MOST_NAMES
+    assert OTHER in names(found)
+    assert len(found.balance.dropped) <= 65
+
+
+def long_trace(path: Path, num_steps: int) -> Path:
+    """A trace with cuts that list calls, groups that are dropped and refits without a cut."""
+    lines = [start()]
+    for n in range(1, num_steps + 1):
+        lines += [
+            cut(n, {f"c{n}": 5, f"lost{n}": 1}, version=n, generated=40 * n),
+            published(f"g{n}", call(f"c{n}", 20, n - 1, after=n - 1, until=n)),
+            dropped(f"d{n}", call(f"d{n}", 5, n - 1, after=n - 1, until=n - 1)),
+            step(n, n - 1, f"g{n}"),
+            done(n),
+            published(f"s{n}", tokens={str(n): 3}),
+            dropped(f"s{n}", reason="late"),
+        ]
+    return write(path, *lines)
+
+
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
+    """Ten times the steps take no more."""
+
+    def peak(num_steps: int) -> int:
+        path = long_trace(tmp_path / f"{num_steps}.jsonl", num_steps)
+        tracemalloc.start()
+        found = doctor.examine(path)
+        size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found.steps == num_steps
+        return size
+
+    assert peak(6000) < 1.3 * peak(600)
+
+
+# The token ledger.
+
+
+def tokens(account: Account) -> tuple[int, float | None]:
+    """Tokens and mean age."""
+    return account.tokens, account.mean_age
+
+
+CLOSED = [
+    start(),
+    published("w", tokens={"0": 10}),
+    step(1, 0, "w"),
+    cut(1, {"c": 30, "run": 7, "never": 2}, generated=95),
+    done(1),
+    published("g", {**SPANNING, "trained": [[0, 80]]}),
+    dropped("d", call("d", 20, 0, after=0, until=0)),
+    published("later", call("l", 4, 1, after=1, until=1)),
+    step(2, 1, "g"),
+    published("q", call("run", 9, 0, after=0, until=1)),
+    end(),
+]
+"""Up to the cut 10 (w) + 30 (c) + 7 (run) + 20 (d) + 2 (never) of 95 are accounted for."""
+
+
+def test_the_token_ledger_closes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Generated = trained + dropped + masked + waiting + running - made after + lost: 26 lost."""
+    found = examined(file, *CLOSED)
+    balance = found.balance
+    assert tokens(balance.trained) == (90, 30 / 90)
+    assert tokens(balance.masked) == (10, 0)
+    assert {reason: tokens(a) for reason, a in balance.dropped.items()} == {"old": (20, 1.0)}
+    assert tokens(balance.waiting) == (13, (7 * 2 + 6 * 1) / 13)
+    assert balance.running == 2
+    assert (balance.after, balance.undecided) == (60 + 4 + 2, 0)
+    assert (balance.generated, balance.lost_lo, balance.lost_hi) == (95, 26, 26)
+    parts = balance.accounted - balance.after + (balance.lost_lo or 0)
+    assert balance.generated == parts
+    _, out, _ = run(capsys, "doctor", str(file))
+    rows = out.splitlines()
+    assert "tokens generated, by the engines' counters up to their last cuts: 95" in rows
+    assert "  dropped, old: 20, mean age 1.000" in rows
+    assert "  lost (calls that nobody captured or published): 26" in rows
+
+
+def replaced(lines: list[Line], number: int, *new: Line) -> list[Line]:
+    """The lines with others in the place of one."""
+    return [*lines[:number], *new, *lines[number + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "lost", "undecided"),
+    [
+        pytest.param(CLOSED, (26, 26), 0, id="as it is"),
+        pytest.param(
+            replaced(CLOSED, 3, {**CLOSED[3], "exact": False}), (0, 26), 62, id="an inexact cut"
+        ),
+        pytest.param(
+            replaced(CLOSED, 6, dropped("d", call("d", 20, 0))), (26, 46), 20, id="no `after`"
+        ),
+        pytest.param(
+            replaced(CLOSED, 7, published("l", tokens={"1": 4})), (26, 26), 0, id="summed, after"
+        ),
+        pytest.param(
+            replaced(CLOSED, 7, published("l", tokens={"0": 4})), (22, 22), 0, id="summed, before"
+        ),
+        pytest.param(
+            [*CLOSED[:4], aborted(1), published("l", tokens={"0": 4}), end()],
+            (42, 56),
+            14,
+            id="summed, and the refit was aborted",
+        ),
+    ],
+)
+def test_tokens_on_both_sides_of_the_last_cut(
+    file: Path, lines: list[Line], lost: tuple[int, int], undecided: int
+) -> None:
+    """What the trace does not decide makes two bounds of the lost ones."""
+    balance = examined(file, *lines).balance
+    assert (balance.lost_lo, balance.lost_hi) == lost
+    assert balance.undecided == undecided
+
+
+def test_a_cut_that_comes_after_the_publish(file: Path) -> None:
+    """The call is in the cut with 30 of 90 tokens, wherever the cut's line stands."""
+    late = [*SOUND[:3], done(1), SOUND[5], cut(1, {"c": 30}, generated=40), *SOUND[6:]]
+    on_time = [*SOUND[:3], cut(1, {"c": 30}, generated=40), done(1), *SOUND[5:]]
+    for lines in (late, on_time):
+        balance = examined(file, *lines).balance
+        assert (balance.after, balance.running, balance.lost_lo, balance.lost_hi) == (60, 0, 0, 0)
+
+
+def test_tokens_are_in_one_account_only(file: Path) -> None:
+    """A group that is kept, trained again and dropped then is trained once."""
+    kept = [
+        start(),
+        published("g", tokens={"0": 10}),
+        step(1, 0, "g", kept=["g"]),
+        step(2, 1, "g", kept=["g"]),
+        dropped("g"),
+        published("twice", tokens={"0": 4}),
+        step(3, 2, batches=[["twice"], ["twice"]]),
+    ]
+    balance = examined(file, *kept).balance
+    assert tokens(balance.trained) == (14, 8 / 14)
+    assert tokens(balance.trained_again) == (14, (10 * 1 + 4 * 3) / 14)
+    assert balance.dropped.keys() <= {"old"}
+    assert sum(account.tokens for account in balance.dropped.values()) == 0
+    waiting = examined(file, *kept[:4]).balance
+    assert (waiting.waiting.tokens, waiting.trained.tokens) == (0, 10)
+
+
+def test_groups_of_before_a_resume(file: Path) -> None:
+    """What is published again waits on; what is not was lost at the resume."""
+    again = start(incarnation=1, version=1, number=2)
+    one = published("one", call("x", 10, 0, after=0, until=0))
+    two = published("two", call("y", 5, 0, after=0, until=0))
+    back = published("one", call("x", 10, 0, spans=[[0, 10, 0]]), restored=True)
+    lines = [start(), one, two, step(1, 0), cut(1, generated=15), again]
+    balance = examined(file, *lines, cut(2, version=1, generated=0), back, end()).balance
+    assert tokens(balance.discarded) == (5, 1.0)
+    assert tokens(balance.waiting) == (10, 1.0)
+    assert (balance.generated, balance.lost_lo, balance.lost_hi) == (15, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (SOUND, "not every engine's last cut carries its counter"),
+        ([start(engines={}), step(1, 0)], "no engine is known"),
+        ([*CLOSED, gap(1)], "lines are lost"),
+        (
+            [*CLOSED[:-1], cut(2, version=1, generated=90)],
+            "an engine's counter fell: it was attached anew",
+        ),
+        ([*CLOSED[:2], *CLOSED[1:]], "a group was published twice"),
+        (
+            [*CLOSED[:-1], published("o", call("o", 1, 0, spans=[[0, 1, 0]]), restored=True)],
+            "restored groups were not waiting in this trace",
+        ),
+    ],
+)
+def test_a_ledger_that_cannot_be_closed_says_why(
+    file: Path, lines: list[Line], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lost is unknown then, and so is what was generated."""
+    balance = examined(file, *lines).balance
+    assert why in balance.open
+    assert (balance.generated, balance.lost_lo, balance.lost_hi) == (None, None, None)
+    _, out, _ = run(capsys, "doctor", str(file))
+    assert f"  lost: unknown: {'; '.join(balance.open)}" in out.splitlines()
+
+
+def test_appended_tokens_are_in_no_account(file: Path) -> None:
+    """No engine made them."""
+    balance = examined(
+        file, start(), published("g", tokens={"0": 5}, unknown=2), step(1, 0, "g")
+    ).balance
+    assert (balance.appended, balance.trained.tokens, balance.accounted) == (2, 5, 5)
+
+
+def test_rolled_back_tokens_have_no_age(file: Path) -> None:
+    """They are trained, and make no mean."""
+    gone = published("g", call("c", 5, 2), tokens={"0": 5, "3": 5}, restored=True)
+    balance = examined(file, start(), start(incarnation=1), gone, step(1, 0, "g")).balance
+    assert (balance.trained.tokens, balance.trained.without_age) == (15, 10)
+    assert balance.trained.mean_age == 0
+
+
+# Ways to measure that are off, as sequences of events.
+
+
+def refitted(version: int, *more: Line, counts: dict[str, int] | None = None) -> list[Line]:
+    """Steps up to a version, each followed by a refit; the last one's cut has these counts."""
+    lines = [start()]
+    for n in range(1, version + 1):
+        lines += [step(n, n - 1), cut(n, (counts or {}) if n == version else {}), done(n)]
+    return [*lines, *more]
+
+
+SEQUENCES: dict[str, tuple[list[Line], float, float]] = {
+    "begin_stamp": (
+        refitted(
+            2,
+            published("g", call("c", 400, 1, after=1, until=2)),
+            step(3, 2, "g"),
+            counts={"c": 100},
+        ),
+        1.0,
+        0.25,
+    ),
+    "end_stamp": (
+        refitted(
+            2,
+            published("g", call("c", 400, 1, after=1, until=2)),
+            step(3, 2, "g"),
+            counts={"c": 100},
+        ),
+        0.0,
+        0.25,
+    ),
+    "group_stamp": (
+        refitted(
+            5,
+            published(
+                "g",
+                call("a", 10, 3, after=3, until=3),
+                call("b", 10, 3, after=3, until=3),
+                call("c", 10, 5, after=5, until=5),
+            ),
+            step(6, 5, "g"),
+        ),
+        2.0,
+        40 / 30,
+    ),
+    "mean_of_groups": (
+        refitted(
+            4,
+            published("old", tokens={"0": 10}),
+            published("new", tokens={"4": 990}),
+            step(5, 4, "old", "new"),
+        ),
+        2.0,
+        0.04,
+    ),
+    "no_queue": (
+        [start(), published("g", tokens={"0": 9}), *refitted(4)[1:], step(5, 4, "g")],
+        0.0,
+        4.0,
+    ),
+    "one_baseline": (
+        [start(), published("g", tokens={"0": 9}), step(1, 0, batches=[[], [], [], ["g"]])],
+        0.0,
+        3.0,
+    ),
+    "in_refits": (
+        [
+            start(),
+            step(1, 0, updates=4),
+            cut(1, version=4),
+            done(1, version=4),
+            published("g", tokens={"0": 9}),
+            step(2, 4, "g"),
+        ],
+        1.0,
+        4.0,
+    ),
+    "with_dropped": (
+        refitted(
+            9,
+            published("a", tokens={"8": 5}),
+            published("b", tokens={"8": 5}),
+            dropped("c", tokens={"0": 5}),
+            step(10, 9, "a", "b"),
+        ),
+        11 / 3,
+        1.0,
+    ),
+    "missing_as_zero": (
+        refitted(8, published("g", tokens={"7": 3}, unknown=1), step(9, 8, "g")),
+        (3 * 1 + 8) / 4,
+        1.0,
+    ),
+    "prompts_counted": (
+        refitted(
+            1,
+            published("g", call("c", 50, 0, after=0, until=1), about={"prompt_tokens": 2000}),
+            step(2, 1, "g"),
+            counts={"c": 0},
+        ),
+        0.0,
+        0.0,
+    ),
+    "empty_attempts": (
+        refitted(
+            5,
+            published(
+                "g", call("try", 0, 4, after=4, until=5), call("c", 200, 5, after=5, until=5)
+            ),
+            step(6, 5, "g"),
+            counts={"try": 0},
+        ),
+        1.0,
+        0.0,
+    ),
+    "first_pass": (
+        [
+            start(),
+            published("g", tokens={"0": 9}),
+            step(1, 0, "g", kept=["g"]),
+            step(2, 1, "g", kept=["g"]),
+            step(3, 2, "g"),
+        ],
+        0.0,
+        1.0,
+    ),
+    "kv_kept": (
+        [*SOUND[:3], cut(1, {"c": 30}, kv="kept"), *SOUND[4:]],
+        0.3,
+        0.3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WHAT.keys() - {"prompts_counted"}))
+def test_a_way_to_measure_that_is_off(
+    name: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it reads stands next to the truth."""
+    lines, reads, true = SEQUENCES[name]
+    found = examined(file, *lines)
+    (contrast,) = [contrast for contrast in found.contrasts if contrast.name == name]
+    assert (contrast.reads, contrast.true) == pytest.approx((reads, true))
+    assert f"  {name}: {reads:.3f} instead of {true:.3f}: " in run(capsys, "doctor", str(file))[1]
+
+
+def test_prompts_that_are_counted(file: Path) -> None:
+    """2,000 prompt tokens at the begin's version beside 50 tokens of which 40 are fresh."""
+    prompted = published("g", call("c", 50, 0, after=0, until=1), about={"prompt_tokens": 2000})
+    lines = refitted(1, prompted, step(2, 1, "g"), counts={"c": 10})
+    (contrast,) = [c for c in examined(file, *lines).contrasts if c.name == "prompts_counted"]
+    assert (contrast.reads, contrast.true) == pytest.approx((2010 / 2050, 10 / 50))
+    assert contrast.times == 1
+
+
+def test_a_synchronous_run_has_no_contrast(file: Path) -> None:
+    """All of them read 0 there, and so does the truth."""
+    lines = [start()]
+    for n in range(1, 5):
+        lines += [published(f"g{n}", tokens={str(n - 1): 9}), step(n, n - 1, f"g{n}")]
+        lines += [cut(n), done(n)]
+    found = examined(file, *lines, end())
+    assert found.contrasts == []
+    assert (found.batch_age, names(found)) == (0, set())
+
+
+# The same fold.
+
+
+def test_the_tokens_of_a_step_are_those_of_the_ledger(tmp_path: Path) -> None:
+    """Group by group they add up to the numbers of every step of made-up runs."""
+    for seed in range(4):
+        path = tmp_path / f"{seed}.jsonl"
+        write_trace(path, steps=20, seed=seed, blind=0.3, abort=0.1, updates=1 + seed % 2)
+        ledger = Ledger()
+        for event in read(path):
+            groups = list(groups_of(event, ledger)) if isinstance(event, StepTrained) else []
+            numbers = ledger.apply(event)
+            if numbers is None:
+                continue
+            ages: dict[int, int] = {}
+            for at, group in groups:
+                for version, count in group.trained.items():
+                    ages[at - version] = ages.get(at - version, 0) + count
+            assert {age: n for age, n in sorted(ages.items()) if n} == numbers.tokens_by_age
+
+
+def test_a_run_through_the_hooks_is_sound(tmp_path: Path) -> None:
+    """With aborted refits and blind cuts there are bounds, and nothing is broken."""
+    path = tmp_path / "rollout_trace.jsonl"
+    write_trace(path, steps=40, blind=0.2, abort=0.2, seed=5)
+    found = doctor.examine(path)
+    assert found.broken == []
+    assert found.steps == 40
+    assert "refit_without_cut" in names(found)
+
+
+# Machines, terminals, wrong files.
+
+
+def test_json_is_one_object(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what each name means, and the accounts."""
+    status, out, _ = run(capsys, "doctor", str(write(file, *BREAKS["negative_age"][0])), "--json")
+    assert (status, out.count("\n")) == (1, 1)
+    said: dict[str, Any] = json.loads(out)
+    assert said["sound"] is False
+    (broken,) = said["broken"]
+    entry = BROKEN["negative_age"]
+    assert broken["name"] == "negative_age"
+    assert (broken["lines"], broken["times"]) == ([3], 1)
+    assert (broken["meaning"], broken["cause"], broken["way_out"]) == (
+        entry.meaning,
+        entry.cause,
+        entry.way_out,
+    )
+    assert said["balance"]["trained"] == {"tokens": 5, "mean_age": -3.0}
+    status, out, _ = run(capsys, "doctor", str(write(file, *SOUND)), "--json")
+    assert (status, json.loads(out)["sound"]) == (0, True)
+
+
+HOSTILE = "\x1b[31mred\x9b2J\u202e\x00\r\nforged: line\x7f"
+
+
+def hostile() -> Iterator[Line]:
+    """Every name of a trace is hostile."""
+    yield start(run=HOSTILE, engines={HOSTILE: 0, "e": 0})
+    yield published(HOSTILE, call(HOSTILE, 5, 7, engine=HOSTILE))
+    yield step(1, 0, HOSTILE, "no" + HOSTILE)
+    yield dropped("d" + HOSTILE, reason=HOSTILE, tokens={"0": 5})
+    yield violation(HOSTILE, HOSTILE)
+    yield cut(1, {HOSTILE: 3}, engine=HOSTILE)
+    yield aborted(1, engine=HOSTILE)
+    yield end(HOSTILE)
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+@pytest.mark.parametrize("command", ["doctor", "lens", "steps"])
+def test_hostile_names_do_not_reach_the_terminal(
+    command: str, option: list[str], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No control character, no line that a name has made."""
+    _, out, err = run(capsys, command, str(write(file, *hostile())), *option)
+    for text in (out, err):
+        odd = {c for c in text if unicodedata.category(c)[0] == "C" and c != "\n"}
+        assert odd == set()
+        assert not [row for row in text.splitlines() if row.startswith("forged")]
+    if command == "doctor" and option:
+        assert HOSTILE in json.loads(out)["run"]
+
+
+@pytest.mark.parametrize("command", ["doctor", "lens", "steps"])
+def test_a_hostile_field_does_not_reach_the_terminal(
+    command: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does one that is named in an error."""
+    status, out, err = run(capsys, command, str(write(file, {**start(), HOSTILE: 1})))
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert not {c for c in err if unicodedata.category(c)[0] == "C" and c != "\n"}
+
+
+def test_an_unreadable_trace(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 and one line, also where what came before is broken."""
+    write(file, *BREAKS["negative_age"][0], {"event": "nonsense", "time": 1.0})
+    status, out, err = run(capsys, "doctor", str(file))
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert run(capsys, "doctor", str(file.with_name("none")))[0] == 2
