@@ -93,8 +93,7 @@ class Bookkeeper:
                 waiting.add(tokens.generated, ledger.version, tokens.num_rolled_back)
         for left in self._left.values():
             discarded.add(*left)
-        if ledger.run is not None:
-            self._settle(ledger)
+        self._settle(ledger)
         found = Balance(
             generated=None if self._open else self._generated,
             trained=self._trained,
@@ -182,8 +181,6 @@ class Bookkeeper:
         self._cuts = {name: _Cut() for name in event.engines}
 
     def _refit(self, event: RefitCut | RefitDone | RefitAborted, ledger: Ledger) -> None:
-        if ledger.run is None:
-            return
         cut = self._cuts.setdefault(event.engine, _Cut())
         if event.refit > cut.seen:
             cut.seen, cut.before = event.refit, ledger.engine_version(event.engine)

@@ -82,8 +82,6 @@ class _Seen(msgspec.Struct):
     """What the trace said of one engine since the run's last start."""
 
     line: int
-    last: int
-    """The highest refit that any line names."""
     lacking: dict[int, _Lack] = {}
     """By number, those that may still get a better line."""
     aborted: int = 0
@@ -124,12 +122,12 @@ class Symptoms:
             for seen in self._engines.values():
                 seen.informed = False
         elif isinstance(event, RefitCut | RefitDone | RefitAborted):
-            self._refit(line, event, self._engine(event.engine, line, ledger))
+            self._refit(line, event, ledger)
         elif isinstance(event, GroupPublished | GroupDropped):
             if isinstance(event, GroupPublished):
                 self._left.pop(event.group, None)
             for call in event.calls:
-                self._engine(call.engine, line, ledger)
+                self._engine(call.engine, line)
         elif isinstance(event, StepTrained):
             self._step(line, event, groups)
 
@@ -173,7 +171,7 @@ class Symptoms:
             self._left.setdefault(group.group, line)
         self._engines = {}
         for name in event.engines:
-            self._engine(name, line, ledger)
+            self._engine(name, line)
         self._version = event.version
 
     def _engines_end(self, ledger: Ledger) -> None:
@@ -197,19 +195,18 @@ class Symptoms:
         else:
             self._remarks.add("refit_without_cut", lack.line, refit)
 
-    def _engine(self, name: str, line: int, ledger: Ledger) -> _Seen:
+    def _engine(self, name: str, line: int) -> _Seen:
         seen = self._engines.get(name)
         if seen is None:
-            last = ledger.last_refit(name) if ledger.run is not None else 0
-            seen = self._engines[name] = _Seen(line, last)
+            seen = self._engines[name] = _Seen(line)
         return seen
 
-    def _refit(self, line: int, event: RefitCut | RefitDone | RefitAborted, seen: _Seen) -> None:
-        number = event.refit
-        for skipped in range(max(seen.last + 1, number - REFITS_KEPT), number):
+    def _refit(self, line: int, event: RefitCut | RefitDone | RefitAborted, ledger: Ledger) -> None:
+        number, last = event.refit, ledger.last_refit(event.engine)
+        seen = self._engine(event.engine, line)
+        for skipped in range(max(last + 1, number - REFITS_KEPT), number):
             seen.lacking[skipped] = _Lack(line, "a refit that is in no line")
-        if number > seen.last:
-            seen.last = number
+        if number > last:
             seen.lacking[number] = _Lack(line)
         lack = seen.lacking.get(number, _Lack(line))
         if isinstance(event, RefitCut):

@@ -18,7 +18,7 @@ from rl_staleness.doctor import Diagnosis
 from rl_staleness.events import StepTrained
 from rl_staleness.invariants import BROKEN, NOTED, invariant
 from rl_staleness.ledger import Ledger
-from rl_staleness.symptoms import FIRST_LINES, MOST_NAMES, OTHER, Remarks
+from rl_staleness.symptoms import FIRST_LINES, MOST_NAMES, OTHER, REFITS_KEPT, Remarks
 from rl_staleness.trace import read
 from rl_staleness.trained import groups_of
 from tests.lines import (
@@ -336,6 +336,8 @@ def test_refit_numbers_go_on_at_a_resume(file: Path) -> None:
     assert names(examined(file, *resumed)) == set()
     skipped = [*SOUND[:5], again, cut(3, version=1), done(3, version=1), end()]
     assert names(examined(file, *skipped)) == {"refit_unsettled"}
+    lost = start(version=1, number=2, incarnation=3, about={"refits_before": {"e": 7}})
+    assert names(examined(file, lost, cut(8, version=1), done(8, version=1), end())) == set()
 
 
 BLIND = call("c", 90, 0)
@@ -426,7 +428,7 @@ def long_trace(path: Path, num_steps: int) -> Path:
 
 
 def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    """Ten times the steps take no more."""
+    """Five times the steps take no more."""
 
     def peak(num_steps: int) -> int:
         path = long_trace(tmp_path / f"{num_steps}.jsonl", num_steps)
@@ -437,7 +439,19 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
         assert found.steps == num_steps
         return size
 
-    assert peak(6000) < 1.3 * peak(600)
+    assert peak(2500) < 1.3 * peak(500)
+
+
+def test_refits_are_remembered_for_a_while(file: Path) -> None:
+    """Of many without a cut each is counted once, when it is forgotten or at the end."""
+    lines = [start()]
+    for n in range(1, 2 * REFITS_KEPT):
+        lines += [step(n, n - 1), done(n)]
+    (remark,) = [r for r in examined(file, *lines).noted if r.name == "refit_without_cut"]
+    assert (remark.times, remark.lines) == (2 * REFITS_KEPT - 1, [3, 5, 7, 9, 11])
+    far = [*SOUND[:5], cut(5000, version=1), done(5000, version=1), end()]
+    (remark,) = [r for r in examined(file, *far).noted if r.name == "refit_unsettled"]
+    assert remark.times == REFITS_KEPT
 
 
 # The token ledger.
@@ -500,6 +514,12 @@ def replaced(lines: list[Line], number: int, *new: Line) -> list[Line]:
             replaced(CLOSED, 6, dropped("d", call("d", 20, 0))), (26, 46), 20, id="no `after`"
         ),
         pytest.param(
+            replaced(CLOSED, 6, dropped("d", call("d", 20, 0, after=0))),
+            (26, 26),
+            0,
+            id="no `until`",
+        ),
+        pytest.param(
             replaced(CLOSED, 7, published("l", tokens={"1": 4})), (26, 26), 0, id="summed, after"
         ),
         pytest.param(
@@ -558,10 +578,15 @@ def test_groups_of_before_a_resume(file: Path) -> None:
     two = published("two", call("y", 5, 0, after=0, until=0))
     back = published("one", call("x", 10, 0, spans=[[0, 10, 0]]), restored=True)
     lines = [start(), one, two, step(1, 0), cut(1, generated=15), again]
-    balance = examined(file, *lines, cut(2, version=1, generated=0), back, end()).balance
+    ended = published("ended", call("z", 3, 1, after=1))  # nobody saw its end: before the cut
+    more = [ended, cut(2, version=1, generated=3), step(2, 1, "ended"), back, end()]
+    balance = examined(file, *lines, *more).balance
     assert tokens(balance.discarded) == (5, 1.0)
-    assert tokens(balance.waiting) == (10, 1.0)
-    assert (balance.generated, balance.lost_lo, balance.lost_hi) == (15, 0, 0)
+    assert tokens(balance.waiting) == (10, 2.0)
+    assert (balance.generated, balance.lost_lo, balance.lost_hi) == (18, 0, 0)
+    kept = [start(), one, step(1, 0, "one", kept=["one"]), cut(1, generated=10), again]
+    balance = examined(file, *kept, cut(2, version=1, generated=0), end()).balance
+    assert (balance.discarded.tokens, balance.trained.tokens) == (0, 10)
 
 
 @pytest.mark.parametrize(

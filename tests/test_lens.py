@@ -422,6 +422,22 @@ def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert steps[-1]["batch_age"] == pytest.approx(2200 / 600)
 
 
+def test_a_run_without_steps(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The header and the definitions alone."""
+    status, out, _ = run(capsys, "lens", str(write(file, start())))
+    assert status == 0
+    assert out.split()[:2] == ["step", "batch_age"]
+
+
+def test_samples_of_long_ago_are_forgotten(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory does not grow with the steps; what is too old is not known."""
+    monkeypatch.setattr(lens, "VERSIONS_KEPT", 2)
+    seen = last(file, *before(), published("A", A), step(4, 6, "A"))
+    assert seen.missing["pipelinerl"] == NEEDS_SAMPLES
+    seen = last(file, *before(), published("B", B), step(4, 6, "B"))
+    assert seen.values["pipelinerl"] == 4
+
+
 def test_an_unreadable_trace(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 2, one line, and no header without a step."""
     file.write_text("{}\n")
