@@ -80,6 +80,10 @@ class Summary:
         """Count tokens that were trained."""
         self._ages.update(tokens_by_age)
 
+    def take_off(self, tokens_by_age: Mapping[int, int]) -> None:
+        """Forget tokens of steps that a resume has undone."""
+        self._ages -= Counter(tokens_by_age)
+
     def metrics(self) -> dict[str, float]:
         """Their mean, 95th percentile and largest age; empty as long as there are none.
 

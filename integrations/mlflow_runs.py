@@ -25,7 +25,8 @@ from rl_staleness.integrations.mlflow_points import (
     points_of,
     refused_of,
 )
-from rl_staleness.replay import Origin, origin_of, timed_steps
+from rl_staleness.replay import Origin, origin_of
+from rl_staleness.resume import counted_steps
 
 __all__ = ["fetch", "replay", "upload"]
 
@@ -175,7 +176,10 @@ def _send_missing(where: Run, trace: str, there: Counter[tuple[str, int, float]]
     summary = Summary()
     steps = 0
     waiting: list[Point] = []
-    for seconds, step in timed_steps(trace):
+    for seconds, step, undone in counted_steps(trace):
+        summary.take_off(undone)
+        if step is None:
+            continue
         points, _ = points_of(step, summary, seconds=seconds)
         missing = [point for point in points if not _taken(there, point)]
         steps += bool(missing)

@@ -13,7 +13,7 @@ from collections import Counter
 
 from rl_staleness.events import Event, RunStarted, TraceError, decode, encode
 from rl_staleness.ledger import Ledger
-from rl_staleness.resume import timed_steps
+from rl_staleness.resume import counted_steps
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import TraceWriter, read
 
@@ -135,8 +135,9 @@ class Recorder:
     def _count_again(self) -> None:
         if self._writer is not None:
             self.trained.clear()
-            for _, step in timed_steps(self._writer.path):
-                self.trained.update(step.tokens_by_age)
+            for _, step, undone in counted_steps(self._writer.path):
+                self.trained.update({} if step is None else step.tokens_by_age)
+                self.trained -= undone
 
     def _apply(self, event: Event) -> None:
         went_back = self._undoes(event)

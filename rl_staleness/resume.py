@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -31,7 +32,15 @@ from rl_staleness.spans import NEVER
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import numbered_events
 
-__all__ = ["Point", "Resumption", "Saved", "resumption", "saved_of", "timed_steps"]
+__all__ = [
+    "Point",
+    "Resumption",
+    "Saved",
+    "counted_steps",
+    "resumption",
+    "saved_of",
+    "timed_steps",
+]
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,25 +207,44 @@ def _restored(group: GroupPublished, ledger: Ledger) -> GroupPublished:
 
 
 def timed_steps(trace: str | os.PathLike[str]) -> Iterator[tuple[float, StepStaleness]]:
-    """Recompute every step, each after its time in Unix seconds; of one made again, the later.
-
-    Steps that a resume from before them has undone are left out, so that nothing counts twice.
+    """Recompute every step, each after its time in Unix seconds, undone ones included.
 
     Raises:
         TraceError: as `rl_staleness.trace.read`.
         OSError: it cannot be read.
     """
+    for seconds, step, _ in counted_steps(trace):
+        if step is not None:
+            yield seconds, step
+
+
+def counted_steps(
+    trace: str | os.PathLike[str],
+) -> Iterator[tuple[float, StepStaleness | None, Counter[int]]]:
+    """Recompute every step, in a form that can be summed up: what is undone is taken off again.
+
+    Yields the time, the step, and nothing; or, where the run goes on from before steps that it had
+    made, the time, None, and the tokens of those by their age. Errors are those of `timed_steps`.
+    """
     starts = [event.step for _, event in numbered_events(trace) if isinstance(event, RunStarted)]
-    ends = [min(starts[number:], default=math.inf) for number in range(1, len(starts) + 1)]
     ledger = Ledger()
-    end = math.inf
-    coming = iter(ends)
+    doomed: list[StepStaleness] = []  # steps that a later start will undo
+    begun = 0
     for number, event in numbered_events(trace):
         if isinstance(event, RunStarted):
-            end = next(coming, math.inf)
+            begun += 1
+            undone = [step for step in doomed if step.step >= event.step]
+            doomed = [step for step in doomed if step.step < event.step]
+            if undone:
+                tokens = Counter[int]()
+                for each in undone:
+                    tokens.update(each.tokens_by_age)
+                yield event.time, None, tokens
         try:
             step = ledger.apply(event)
         except TraceError as error:
             raise TraceError(f"{trace}:{number}: {error}") from error
-        if step is not None and step.step < end:
-            yield event.time, step
+        if step is not None:
+            if any(step.step >= start for start in starts[begun:]):
+                doomed.append(step)
+            yield event.time, step, Counter()

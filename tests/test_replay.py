@@ -22,6 +22,7 @@ from rl_staleness.cli import main
 from rl_staleness.compare import COLUMNS
 from rl_staleness.events import StepTrained
 from rl_staleness.replay import origin_of, timed_steps
+from rl_staleness.resume import counted_steps
 from rl_staleness.trace import read, steps
 from tests.traces import write_trace
 
@@ -199,8 +200,15 @@ def mlflow_live(store: Any, trace: str) -> str:
     run: str = store.new_run()
     now = [0.0]
     sink = MlflowSink(run, tracking_uri=store.uri, clock=lambda: now[0])
-    for now[0], step in timed_steps(trace):
-        sink.log(step)
+    past = Counter[int]()
+    for now[0], step, undone in counted_steps(trace):
+        if step is None:  # a process that died, and one that goes on from before its last step
+            assert sink.close(trace=None, timeout=60) is None
+            sink = MlflowSink(run, tracking_uri=store.uri, clock=lambda: now[0])
+            sink.resume(past := past - undone)
+        else:
+            past.update(step.tokens_by_age)
+            sink.log(step)
     assert sink.close(trace=trace, timeout=60) is None
     return run
 
