@@ -17,7 +17,7 @@ NEEDS_CALLS = "calls were summed: needs them one by one (late_masks=True), or ab
 NEEDS_PROMPTS = "needs about.prompt_tokens"
 NEEDS_DISPATCH = "needs about.dispatched_step"
 NEEDS_PULL = "needs about.pulled_version"
-NEEDS_SAMPLES = "the number of samples of an earlier step is not known"
+NEEDS_SAMPLES = "calls of an earlier step were summed: needs late_masks=True or about.summed_calls"
 NO_TOKENS = "nothing to count"
 
 

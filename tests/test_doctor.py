@@ -276,6 +276,29 @@ def test_what_is_noted_is_not_broken(
     assert found.sound
 
 
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [
+        ("steps_made_again", 1),
+        ("unknown_tokens", 1),
+        ("groups_never_trained", 1),
+        ("uncovered_tokens", 60),
+        ("refits_stopped", 1),
+        ("orphans", 1),
+    ],
+)
+def test_how_much_is_noted(name: str, times: int, file: Path) -> None:
+    """Steps, tokens, groups and calls are counted as such."""
+    (remark,) = [r for r in examined(file, *NOTES[name][0]).noted if r.name == name]
+    assert remark.times == times
+
+
+def test_how_many_lines_are_lost(file: Path) -> None:
+    """Not how often."""
+    (remark,) = examined(file, start(), gap(3), gap(4)).broken
+    assert (remark.times, remark.lines, remark.detail) == (7, [2, 3], "3 lines")
+
+
 def test_a_torn_last_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is a note of the doctor's, and no second word on stderr."""
     write(file, *SOUND)
@@ -350,6 +373,10 @@ BLIND = call("c", 90, 0)
         ([*SOUND[:3], done(1), *SOUND[5:]], "a refit without a cut"),
         ([*SOUND[:3], cut(1, {"c": 30}, exact=False), done(1), *SOUND[5:]], "an inexact cut"),
         ([*SOUND[:4], *SOUND[5:]], "a refit that may have happened"),
+        (
+            [*SOUND[:4], published("g", {**SPANNING, "after": 1, "call": "c"}), *SOUND[6:]],
+            "a refit that may have happened",
+        ),
         ([*SOUND[:5], gap(1), *SOUND[5:]], "lines are lost"),
         (
             [*SOUND[:5], published("g", SPANNING, restored=True), *SOUND[6:]],
@@ -542,6 +569,15 @@ def test_tokens_on_both_sides_of_the_last_cut(
     assert balance.undecided == undecided
 
 
+def test_no_less_than_nothing_is_lost(file: Path) -> None:
+    """Where undecided tokens leave room for it, the bound is 0."""
+    doubtful = published("g", call("d", 20, 0))
+    lines = [start(), step(1, 0), cut(1, generated=0), done(1), doubtful, end()]
+    found = examined(file, *lines)
+    assert (found.balance.lost_lo, found.balance.lost_hi) == (0, 0)
+    assert found.sound
+
+
 def test_a_cut_that_comes_after_the_publish(file: Path) -> None:
     """The call is in the cut with 30 of 90 tokens, wherever the cut's line stands."""
     late = [*SOUND[:3], done(1), SOUND[5], cut(1, {"c": 30}, generated=40), *SOUND[6:]]
@@ -628,9 +664,10 @@ def test_appended_tokens_are_in_no_account(file: Path) -> None:
 def test_rolled_back_tokens_have_no_age(file: Path) -> None:
     """They are trained, and make no mean."""
     gone = published("g", call("c", 5, 2), tokens={"0": 5, "3": 5}, restored=True)
-    balance = examined(file, start(), start(incarnation=1), gone, step(1, 0, "g")).balance
+    lines = [start(), start(incarnation=1), gone, step(1, 0), step(2, 1, "g")]
+    balance = examined(file, *lines).balance
     assert (balance.trained.tokens, balance.trained.without_age) == (15, 10)
-    assert balance.trained.mean_age == 0
+    assert balance.trained.mean_age == 1
 
 
 # Ways to measure that are off, as sequences of events.
@@ -644,41 +681,31 @@ def refitted(version: int, *more: Line, counts: dict[str, int] | None = None) ->
     return [*lines, *more]
 
 
-SEQUENCES: dict[str, tuple[list[Line], float, float]] = {
-    "begin_stamp": (
-        refitted(
-            2,
-            published("g", call("c", 400, 1, after=1, until=2)),
-            step(3, 2, "g"),
-            counts={"c": 100},
-        ),
-        1.0,
-        0.25,
-    ),
-    "end_stamp": (
-        refitted(
-            2,
-            published("g", call("c", 400, 1, after=1, until=2)),
-            step(3, 2, "g"),
-            counts={"c": 100},
-        ),
-        0.0,
-        0.25,
-    ),
-    "group_stamp": (
-        refitted(
-            5,
-            published(
-                "g",
-                call("a", 10, 3, after=3, until=3),
-                call("b", 10, 3, after=3, until=3),
-                call("c", 10, 5, after=5, until=5),
-            ),
-            step(6, 5, "g"),
-        ),
-        2.0,
-        40 / 30,
-    ),
+CUT_AT_100 = refitted(
+    2,
+    published("g", call("c", 400, 1, after=1, until=2)),
+    published("s", tokens={"1": 7}),
+    step(3, 2, "g", "s"),
+    counts={"c": 100},
+)
+
+MIXED = published(
+    "g",
+    call("a", 10, 3, after=3, until=3),
+    call("b", 10, 3, after=3, until=3),
+    call("c", 10, 5, after=5, until=5),
+)
+
+ATTEMPTS = (
+    call("try", 0, 3, after=3, until=5),
+    call("b", 10, 4, after=4, until=4),
+    call("c", 200, 5, after=5, until=5),
+)
+
+SEQUENCES: dict[str, tuple[list[Line], float, float, int]] = {
+    "begin_stamp": (CUT_AT_100, 1.0, 107 / 407, 1),
+    "end_stamp": (CUT_AT_100, 7 / 407, 107 / 407, 1),
+    "group_stamp": (refitted(5, MIXED, step(6, 5, "g")), 2.0, 40 / 30, 1),
     "mean_of_groups": (
         refitted(
             4,
@@ -688,16 +715,31 @@ SEQUENCES: dict[str, tuple[list[Line], float, float]] = {
         ),
         2.0,
         0.04,
+        2,
     ),
     "no_queue": (
-        [start(), published("g", tokens={"0": 9}), *refitted(4)[1:], step(5, 4, "g")],
+        [
+            start(),
+            published("g", tokens={"0": 9}),
+            *refitted(4)[1:],
+            published("h", tokens={"4": 9}),
+            step(5, 4, "g", "h"),
+        ],
         0.0,
-        4.0,
+        2.0,
+        1,
     ),
     "one_baseline": (
-        [start(), published("g", tokens={"0": 9}), step(1, 0, batches=[[], [], [], ["g"]])],
-        0.0,
-        3.0,
+        [
+            start(),
+            published("g", tokens={"0": 9}),
+            published("h", tokens={"0": 9}),
+            step(1, 0, batches=[[], [], [], ["g"]]),
+            step(2, 4, batches=[["h"]]),
+        ],
+        2.0,
+        3.5,
+        1,
     ),
     "in_refits": (
         [
@@ -710,6 +752,7 @@ SEQUENCES: dict[str, tuple[list[Line], float, float]] = {
         ],
         1.0,
         4.0,
+        1,
     ),
     "with_dropped": (
         refitted(
@@ -721,50 +764,40 @@ SEQUENCES: dict[str, tuple[list[Line], float, float]] = {
         ),
         11 / 3,
         1.0,
+        5,
     ),
     "missing_as_zero": (
-        refitted(8, published("g", tokens={"7": 3}, unknown=1), step(9, 8, "g")),
-        (3 * 1 + 8) / 4,
+        refitted(8, published("g", tokens={"7": 3}, unknown=2), step(9, 8, "g")),
+        (3 * 1 + 16) / 5,
         1.0,
-    ),
-    "prompts_counted": (
-        refitted(
-            1,
-            published("g", call("c", 50, 0, after=0, until=1), about={"prompt_tokens": 2000}),
-            step(2, 1, "g"),
-            counts={"c": 0},
-        ),
-        0.0,
-        0.0,
+        2,
     ),
     "empty_attempts": (
         refitted(
             5,
-            published(
-                "g", call("try", 0, 4, after=4, until=5), call("c", 200, 5, after=5, until=5)
-            ),
-            step(6, 5, "g"),
+            published("g", *ATTEMPTS),
+            published("h", *({**c, "call": c["call"] + "h"} for c in ATTEMPTS[:1])),
+            step(6, 5, "g", "h"),
             counts={"try": 0},
         ),
+        2.0,
         1.0,
-        0.0,
+        1,
     ),
     "first_pass": (
         [
             start(),
             published("g", tokens={"0": 9}),
-            step(1, 0, "g", kept=["g"]),
+            step(1, 0),
             step(2, 1, "g", kept=["g"]),
-            step(3, 2, "g"),
+            step(3, 2, "g", kept=["g"]),
+            step(4, 3, "g"),
         ],
-        0.0,
         1.0,
+        2.0,
+        2,
     ),
-    "kv_kept": (
-        [*SOUND[:3], cut(1, {"c": 30}, kv="kept"), *SOUND[4:]],
-        0.3,
-        0.3,
-    ),
+    "kv_kept": ([*SOUND[:3], cut(1, {"c": 30, "z": 0}, kv="kept"), *SOUND[4:]], 0.3, 0.3, 1),
 }
 
 
@@ -773,10 +806,12 @@ def test_a_way_to_measure_that_is_off(
     name: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What it reads stands next to the truth."""
-    lines, reads, true = SEQUENCES[name]
+    lines, reads, true, times = SEQUENCES[name]
     found = examined(file, *lines)
     (contrast,) = [contrast for contrast in found.contrasts if contrast.name == name]
     assert (contrast.reads, contrast.true) == pytest.approx((reads, true))
+    assert contrast.times == times
+    assert f" {times:,} " in contrast.what or "{}" not in WHAT[name]
     assert f"  {name}: {reads:.3f} instead of {true:.3f}: " in run(capsys, "doctor", str(file))[1]
 
 

@@ -306,6 +306,15 @@ def test_about_may_say_how_many_calls_were_summed(
     assert (seen.missing.get("verl") == NEEDS_CALLS) is (expected is None)
 
 
+def test_none_is_a_number(file: Path) -> None:
+    """No prompt at all, a group of the very first step, pulled at once: nothing is missing."""
+    about = {"prompt_tokens": 0, "dispatched_step": 0, "pulled_version": 0}
+    seen = last(file, *before(), published("A", A, about=about), step(4, 6, "A"))
+    assert seen.missing == {}
+    expected = {"megatron_rows": 950 / 450, "skyrl": 4, "trl": 0}
+    assert {name: seen.values[name] for name in expected} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("field", ["dispatched_step", "pulled_version", "prompt_tokens"])
 @pytest.mark.parametrize("said", ["3", -1, True, 1.5, None, [3]])
 def test_about_of_another_type_is_no_evidence(file: Path, field: str, said: Any) -> None:
