@@ -51,9 +51,9 @@ test: lint types core-tests engine-tests engine-tests-029
 test-all: NOT_SLOW =
 test-all: test
 
-# They wait more than they work: four at a time, a module in one process.
+# They wait more than they work: three at a time, a module in one process.
 core-tests: $(NEW)/.ready
-	$(NEW)/bin/python -m pytest -m "not engine $(NOT_SLOW)" -n 4 --dist loadfile
+	$(NEW)/bin/python -m pytest -m "not engine $(NOT_SLOW)" -n 3 --dist loadfile
 
 engine-tests: $(NEW)/.ready
 	$(NEW)/bin/python -m pytest -m "engine $(NOT_SLOW)" $(ENGINE_TESTS)

@@ -41,7 +41,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from rl_staleness.engines import Capture, Cut, LiveCall, captured, capturing
 from rl_staleness.events import LARGEST
@@ -53,6 +53,8 @@ TESTED = ("0.29.", "0.30.", "0.31.", "0.32.")
 
 MAX_NAMES = 1024
 """Labels and adapters remembered: of a call that began so many refits ago no spans are known."""
+
+_Kv: TypeAlias = Literal["kept", "recomputed"] | None
 
 _log = logging.getLogger(__name__)
 
@@ -161,15 +163,16 @@ class _PendingCut:
     def __init__(self, deliver: Callable[[Cut | None], None]) -> None:
         self._deliver: Callable[[Cut | None], None] | None = deliver
         self._cut: Cut | None = None
-        self._paused = False
+        self.paused = False
+        """The engine said so."""
 
     def counted(self, cut: Cut) -> None:
         self._cut = cut
-        if self._paused:
+        if self.paused:
             self.finish(cut)
 
     def answered(self, *, paused: bool) -> None:
-        self._paused = paused
+        self.paused = paused
         if self._cut is not None or not paused:
             self.finish(self._cut if paused else None)
 
@@ -238,7 +241,7 @@ class VllmEngine:
         self._refit = 0
         self._open = False  # that refit is neither done nor aborted
         self._version_ahead: int | None = 0
-        self._kv: Literal["kept", "recomputed"] | None = None
+        self._kv: _Kv = None
         self._labels = _Labels()
 
         self._boot = secrets.token_hex(3)
@@ -247,6 +250,9 @@ class VllmEngine:
         self._by_request: dict[str, _Running] = {}
         self._outputs: dict[str, Sized] = {}  # of running calls that a cut may list
         self._lists_are_outputs = True
+        self._begun_late: list[str] = []  # since the last mark
+        self._ended_tokens = 0  # of all requests, since it was attached
+        self._is_aborting = False
 
         self._marker_reached = False
         self._paused = False  # by this front end, as far as it knows
@@ -284,6 +290,7 @@ class VllmEngine:
         that the engine did not know when it aborted, or waited for, its requests.
         """
         self._refit, self._version_ahead, self._open = refit, version, True
+        self._begun_late.clear()
         self._marker_reached = False
         self._labels.of_trainer, self._labels.believed = None, False
         pending = _PendingCut(deliver)
@@ -412,6 +419,8 @@ class VllmEngine:
             running = _Running(call=name, engine=self._name, version=version, after=after)
             self._running[name] = running
             self._outputs[name] = ()
+            if self._open:
+                self._begun_late.append(name)
             if adapter is not None or after is None:
                 self._bind(running, adapter)
             capture.calls.append(running)
@@ -431,31 +440,30 @@ class VllmEngine:
             return None if version is None else int(version)
         return self._adapters.get(adapter.lora_int_id, (0, None))[1]
 
-    def _link(self, request: Any, submitted: Sequence[_Running]) -> None:
-        """The front end knows a request of this task now (or more input of one that streams)."""
-        state = self._processor.request_states.get(request.request_id)
-        if state is None or state.request_index >= len(submitted):
-            return
-        running = submitted[int(state.request_index)]
-        if running.state is not None or running.ended:
-            return
-        running.state = state
-        self._by_request[state.request_id] = running
-        if running.adapter is None and state.lora_request is not None:
-            self._bind(running, state.lora_request)  # one that the engine adds by default
-        # The list itself, which grows in place, is all that a cut has to look at.
-        output: Sized | None = getattr(state.detokenizer, "token_ids", None)
-        if output is None or len(output) or not self._lists_are_outputs:
-            output = _Output(state.detokenizer)
-        running.output = output
-        if running.call in self._outputs:
-            self._outputs[running.call] = output
+    def _aborting(self, original: Any) -> Any:
+        @wraps(original)
+        def abort_requests(*args: Any, **kwargs: Any) -> Any:
+            if self._is_aborting:  # it calls itself for the requests of a parent
+                return original(*args, **kwargs)
+            states = self._processor.request_states
+            strangers = {name: states[name] for name in states.keys() - self._by_request.keys()}
+            self._is_aborting = True
+            try:
+                aborted = original(*args, **kwargs)
+            finally:
+                self._is_aborting = False
+            self._guarded(self._note_aborted, aborted, strangers)
+            return aborted
 
-    def _note_aborted(self, request_ids: Iterable[str], *_: Any, **__: Any) -> None:
+        return abort_requests
+
+    def _note_aborted(self, request_ids: Iterable[str], strangers: Mapping[str, Any]) -> None:
         for request_id in request_ids:
             running = self._by_request.get(request_id)
             if running is not None:
                 self._end(running)
+            elif request_id in strangers:
+                self._ended_tokens += _num_output_tokens(strangers[request_id])
 
     def _end(self, running: _Running) -> None:
         """A call was finished or aborted, or could not be submitted: its record is final."""
@@ -470,6 +478,7 @@ class VllmEngine:
                 self._lists_are_outputs = False
                 self._complain("its lists of tokens are not its outputs: the last cuts are wrong")
         running.tokens = tokens
+        self._ended_tokens += tokens
         if running.after is not None:
             running.until = self._refit
         if self._open and self._marker_reached:
@@ -490,39 +499,40 @@ class VllmEngine:
         if self._blocks or self._own_loop() is None:
             # A synchronous engine is refitted between calls; the other one had no call so far.
             pending.finish(None if self._running or self._missing else Cut(calls={}))
-            return
-
-        def put(*, exact: bool) -> None:
-            def reached() -> None:
-                self._marker_reached = True
-                pending.counted(self._count(refit, kv, exact=exact))
-
-            if not self._put_marker(reached):
-                pending.counted(self._count(refit, kv, exact=False))
-
-        def answered(answer: object) -> None:
-            paused = answer is True
-            still = self._open and self._refit == refit
-            if still:
-                self._labels.believed = paused and not self._labels.failed
-            if not paused:
-                error = answer if isinstance(answer, BaseException) else None
-                self._complain("it did not say that it is paused: the refit has no cut", error)
-                self._doubt_labels()
-            elif still:
-                put(exact=not self._num_pausing)
-            else:
-                pending.finish(None)
-            pending.answered(paused=paused)
-
-        if self._known_to_be_paused():
+        elif self._known_to_be_paused():
             self._labels.believed = not self._labels.failed
-            put(exact=True)
-            pending.answered(paused=True)
+            pending.paused = True
+            self._count_at_marker(refit, pending, kv, exact=True)
         else:
             # Our outputs of before may be on their way until the engine answers us; its answer is
             # then good for as long as the refit is open.
+            answered = partial(self._heard_of_pause, refit, pending, kv)
             self._ask("is_scheduler_paused", then=answered)
+
+    def _heard_of_pause(self, refit: int, pending: _PendingCut, kv: _Kv, answer: object) -> None:
+        """The engine answered whether it is paused."""
+        paused = answer is True
+        still = self._open and self._refit == refit
+        if still:
+            self._labels.believed = paused and not self._labels.failed
+        if not paused:
+            error = answer if isinstance(answer, BaseException) else None
+            self._complain("it did not say that it is paused: the refit has no cut", error)
+            self._doubt_labels()
+        elif still:
+            self._count_at_marker(refit, pending, kv, exact=not self._num_pausing)
+        else:
+            pending.finish(None)
+        pending.answered(paused=paused)
+
+    def _count_at_marker(self, refit: int, pending: _PendingCut, kv: _Kv, *, exact: bool) -> None:
+        reached = partial(self._reached, refit, pending, kv, exact=exact)
+        if not self._put_marker(reached):
+            pending.counted(self._count(refit, kv, exact=False))
+
+    def _reached(self, refit: int, pending: _PendingCut, kv: _Kv, *, exact: bool) -> None:
+        self._marker_reached = True
+        pending.counted(self._count(refit, kv, exact=exact))
 
     def _known_to_be_paused(self) -> bool:
         """The engine told this front end that it is paused, and no other can have resumed it."""
@@ -544,16 +554,30 @@ class VllmEngine:
         queue.put_nowait(batch(engine_index=ranks[0], outputs=outputs))
         return True
 
-    def _count(self, refit: int, kv: Literal["kept", "recomputed"] | None, *, exact: bool) -> Cut:
+    def _count(self, refit: int, kv: _Kv, *, exact: bool) -> Cut:
         """Count the calls that had begun before the pause, and that the refit can move on."""
         begin = time.perf_counter()
         counts = dict(zip(self._outputs, map(len, self._outputs.values()), strict=True))
-        if 0 in counts.values():
-            for name in [name for name, count in counts.items() if not count]:
-                if (self._running[name].after or 0) >= refit:
-                    del counts[name]
+        for name in self._begun_since(refit):
+            if counts.get(name) == 0:
+                del counts[name]
+        generated = self._ended_tokens + sum(counts.values()) + self._tokens_beside(counts)
         spent = time.perf_counter() - begin
-        return Cut(calls=counts, exact=exact, kv=kv, snapshot_seconds=spent)
+        return Cut(calls=counts, exact=exact, kv=kv, snapshot_seconds=spent, generated=generated)
+
+    def _tokens_beside(self, counts: Mapping[str, int]) -> int:
+        """Tokens so far of running requests that no cut lists: not captured, or with an adapter."""
+        states = self._processor.request_states
+        if len(states) == len(self._by_request) and len(self._running) == len(self._outputs):
+            return 0
+        listed = {name for name, running in self._by_request.items() if running.call in counts}
+        return sum(map(_num_output_tokens, (states[name] for name in states.keys() - listed)))
+
+    def _begun_since(self, refit: int) -> list[str]:
+        """Calls that began after the pause of a refit; those of the last one are at hand."""
+        if refit == self._refit:
+            return self._begun_late
+        return [name for name, running in self._running.items() if (running.after or 0) >= refit]
 
     def _forget_numbers(self) -> None:
         """A pause was not announced here: what runs may have been stamped before it or after."""
@@ -623,28 +647,30 @@ class VllmEngine:
             labels.due = True
             return
 
-        def settled(answer: object) -> None:
-            if isinstance(answer, BaseException):
-                labels.failed = True
-                self._complain("it did not take a label: its spans are not used", answer)
-            if self._refit == refit and not self._open:
-                labels.believed = not labels.failed
-
-        def checked(answer: object) -> None:
-            if answer is not True:
-                self._complain("it was not paused when a refit was done: spans are not used")
-                self._doubt_labels()
-            if theirs:
-                settled(None)
-
         theirs = label == labels.of_trainer
-        if not in_pause or self._known_to_be_paused():
-            if theirs:
-                settled(None)
-        else:
-            self._ask("is_scheduler_paused", then=checked)
+        if in_pause and not self._known_to_be_paused():
+            then = partial(self._heard_of_place, refit if theirs else None)
+            self._ask("is_scheduler_paused", then=then)
+        elif theirs:
+            self._settle_label(refit, None)
         if not theirs:
-            self._ask("set_weight_version", label, then=settled)
+            self._ask("set_weight_version", label, then=partial(self._settle_label, refit))
+
+    def _heard_of_place(self, refit: int | None, answer: object) -> None:
+        """The engine answered whether it was paused where it got the label."""
+        if answer is not True:
+            self._complain("it was not paused when a refit was done: spans are not used")
+            self._doubt_labels()
+        if refit is not None:
+            self._settle_label(refit, None)
+
+    def _settle_label(self, refit: int, answer: object) -> None:
+        """The engine has the label of a refit, or says why not."""
+        if isinstance(answer, BaseException):
+            self._labels.failed = True
+            self._complain("it did not take a label: its spans are not used", answer)
+        if self._refit == refit and not self._open:
+            self._labels.believed = not self._labels.failed
 
     def _doubt_labels(self) -> None:
         """Generation went on while weights or label changed: what runs now has no spans."""
@@ -703,7 +729,7 @@ class VllmEngine:
         self._wrap(front, "add_request", self._capturing(front.add_request))
         self._wrap(processor, "add_request", self._linking(processor.add_request))
         self._wrap(processor, "_finish_request", self._finishing(processor._finish_request))
-        self._watch(processor, "abort_requests", self._note_aborted)
+        self._wrap(processor, "abort_requests", self._aborting(processor.abort_requests))
         for name, ours in (
             ("pause_scheduler_async", self._pausing),
             ("sleep_async", partial(self._pausing, place=1)),
@@ -712,6 +738,7 @@ class VllmEngine:
         ):
             if hasattr(self._core, name):
                 self._wrap(self._core, name, ours(getattr(self._core, name)))
+        self._ended_tokens = -sum(map(_num_output_tokens, processor.request_states.values()))
         self._watch(front, "add_lora", self._note_adapter)
         self._watch(front, "remove_lora", self._note_removed)
         self._watch(front, "update_weight_version", self._note_label)
@@ -744,15 +771,34 @@ class VllmEngine:
         self._wrap(owner, attribute, watched_coroutine if waits else watched)
 
     def _linking(self, original: Any) -> Any:
+        """Know a call's state from when the front end has one: its task has just submitted it."""
+
         @wraps(original)
         def add_request(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             submitted = _submitted.get()
-            if submitted:
-                try:
-                    self._link(args[0] if args else kwargs["request"], submitted)
-                except Exception as error:  # noqa: BLE001  # see `_guarded`
-                    self._complain_of(error)
+            if not submitted:
+                return result
+            try:
+                request = args[0] if args else kwargs["request"]
+                state = self._processor.request_states.get(request.request_id)
+                if state is None or state.request_index >= len(submitted):
+                    return result
+                running = submitted[int(state.request_index)]
+                if running.state is None and not running.ended:  # else input that streams
+                    running.state = state
+                    self._by_request[state.request_id] = running
+                    if running.adapter is None and state.lora_request is not None:
+                        self._bind(running, state.lora_request)  # the engine's default
+                    # The list itself, which grows in place, is all that a cut has to look at.
+                    output: Sized | None = getattr(state.detokenizer, "token_ids", None)
+                    if output is None or len(output) or not self._lists_are_outputs:
+                        output = _Output(state.detokenizer)
+                    running.output = output
+                    if running.call in self._outputs:
+                        self._outputs[running.call] = output
+            except Exception as error:  # noqa: BLE001  # see `_guarded`
+                self._complain_of(error)
             return result
 
         return add_request
@@ -764,7 +810,9 @@ class VllmEngine:
             try:
                 state = args[0] if args else kwargs["req_state"]
                 running = self._by_request.get(state.request_id)
-                if running is not None:
+                if running is None:
+                    self._ended_tokens += _num_output_tokens(state)
+                else:
                     self._end(running)
             except Exception as error:  # noqa: BLE001  # see `_guarded`
                 self._complain_of(error)
@@ -819,32 +867,29 @@ class VllmEngine:
 
         Whatever the caller does next reaches that loop later, so that nobody has to wait for more.
         """
+        loop = self._own_loop()
+        if loop is None or loop is _current_loop():
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  # whoever waits hears of it
+                return _settled(Future(), error, partial(self._guarded, failed))
+            return _TAKEN
         taken: Future[None] = Future()
-
-        def settle(error: Exception | None = None) -> None:
-            if error is not None:
-                self._guarded(failed)
-            with contextlib.suppress(InvalidStateError):  # nobody waits any more
-                taken.set_result(None) if error is None else taken.set_exception(error)
 
         def do() -> None:
             try:
                 work()
             except Exception as error:  # noqa: BLE001  # whoever waits hears of it
-                settle(error)
+                _settled(taken, error, partial(self._guarded, failed))
             else:
-                settle()
+                _settled(taken)
 
-        loop = self._own_loop()
-        if loop is None or loop is _current_loop():
-            do()
-            return taken
         try:
             loop.call_soon_threadsafe(do)
         except RuntimeError as error:  # it is closed
-            settle(error)
+            _settled(taken, error, partial(self._guarded, failed))
         if not loop.is_running():
-            settle()  # whoever waited would keep it from running
+            _settled(taken)  # whoever waited would keep it from running
         return taken
 
     def _ask(self, method: str, *args: Any, then: Callable[[Any], None]) -> None:
@@ -902,12 +947,34 @@ def _own(owner: Any, attribute: str) -> Any:
     return owner.__dict__.get(attribute)
 
 
+def _num_output_tokens(state: Any) -> int:
+    detokenizer = state.detokenizer
+    return 0 if detokenizer is None else int(detokenizer.num_output_tokens())  # it pools
+
+
 def _remember(names: dict[Any, Any], name: object, value: object) -> None:
     """Keep the newest names."""
     names.pop(name, None)
     names[name] = value
     if len(names) > MAX_NAMES:
         del names[next(iter(names))]
+
+
+def _settled(
+    taken: Future[None],
+    error: Exception | None = None,
+    failed: Callable[[], object] = lambda: None,
+) -> Future[None]:
+    """Say to who waits how it went, if anybody still does."""
+    if error is not None:
+        failed()
+    with contextlib.suppress(InvalidStateError):
+        taken.set_result(None) if error is None else taken.set_exception(error)
+    return taken
+
+
+_TAKEN = _settled(Future())
+"""What was done at once."""
 
 
 def _current_loop() -> asyncio.AbstractEventLoop | None:

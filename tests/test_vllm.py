@@ -413,6 +413,38 @@ def test_traffic_that_nobody_captures(run: Run) -> None:
     }
 
 
+def test_the_engine_counts_what_it_generates(run: Run) -> None:
+    """Every cut says how many tokens there were by then: of captured calls, of evaluation, and of
+    requests that were given up, whoever asked for them."""
+    seen = 0
+
+    async def given_up() -> None:
+        nonlocal seen
+        stream = run.served.stream("given up", 3000, n=2, temperature=1.0)
+        async for output in stream:
+            seen = sum(len(part.token_ids) for part in output.outputs)
+            if seen > 60:
+                break
+        await stream.aclose()
+
+    async def work() -> None:
+        evaluation = [asyncio.create_task(run.served.sample("eval", 150)) for _ in range(5)]
+        rollouts = run.rollouts(5, 150)
+        await run.reached(30)
+        await run.refit()
+        await asyncio.gather(*rollouts, *evaluation)
+        await run.refit()
+        await given_up()
+        await run.refit()
+        await run.settle()
+
+    run.served.run(work())
+    run.verdict().assert_exact()
+    amid, ended, beside = (cut.generated or 0 for cut in cuts_of(run))
+    assert 5 * 30 < amid < ended == (5 + 5) * 150
+    assert seen <= beside - ended < 2 * 3000
+
+
 def test_hooks_that_wait_for_nothing(run: Run) -> None:
     """The plain hooks, called on the engine's own loop where they cannot wait, lose nothing."""
 

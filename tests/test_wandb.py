@@ -642,7 +642,7 @@ def test_at_a_checkpoint_the_whole_lines_are_attached() -> None:
     trace.write_bytes(whole + b'{"event":"step_tr')
     sink = WandbSink(run)
     sink.attach(str(trace))
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240  # it draws, beside whatever else this machine does
     while sink._files._is_working:
         assert time.monotonic() < end
         time.sleep(0.01)
