@@ -33,28 +33,24 @@ import msgspec
 
 from rl_staleness.engines import Engine, LiveCall, captured
 from rl_staleness.events import (
-    SCHEMA,
     Call,
     Event,
     GroupDropped,
     GroupPublished,
     RunFinished,
-    RunStarted,
     StepTrained,
-    TraceError,
     ViolationFound,
-    decode,
-    encode,
 )
 from rl_staleness.group import Group, name_of, names_of
 from rl_staleness.guard import Guard
+from rl_staleness.incarnation import Incarnation, is_count
 from rl_staleness.limits import Limits
 from rl_staleness.pauses import Answer, Cuts, Pauses
 from rl_staleness.publication import Content, Masks, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
 from rl_staleness.refit import Refit, engine_names
-from rl_staleness.resume import Saved, resumption, saved_of
+from rl_staleness.resume import Saved, saved_of
 from rl_staleness.sinks import Sink, StepObserver, active_sinks
 from rl_staleness.staleness import StepStaleness
 
@@ -146,11 +142,10 @@ class StalenessCallback:
         self.attach(*engines)  # before a file is made: a wrong one leaves none
         self._about = {**(about or {}), "orphan_after": orphan_after}
         self._recorder = Recorder(trace, run=run or uuid.uuid4().hex)
-        self._go_on(None)
+        self._incarnation = self._new_incarnation()
+        self._version, self._step = self._incarnation.start.version, self._incarnation.start.step
         self._step_lock = threading.RLock()  # sinks hear of steps in their order
         self._told: list[Answer] = []
-        self._offset: int | None = None
-        self._calls_before: dict[tuple[str, str], Call] | None = None
         self._numbers: StepStaleness | None = None
         self._names = itertools.count(1)
 
@@ -212,7 +207,7 @@ class StalenessCallback:
                 policy_version=self.version,
                 engine_version=ledger.engine_version,
             )
-            before = self._from_before(record)
+            before = self._incarnation.call_before(record)
             return ledger.spans(before or record, restored=before is not None)
 
     async def selftest(self) -> dict[str, object]:
@@ -267,8 +262,8 @@ class StalenessCallback:
             self._pauses.settle(self._timeout)
             with self._recorder.lock:
                 saved = Saved(
-                    run=self._start.run,
-                    incarnation=self._start.incarnation,
+                    run=self._recorder.run,
+                    incarnation=self._incarnation.start.incarnation,
                     line=self._recorder.lines,
                     version=self._version,
                     step=self._step,
@@ -296,17 +291,19 @@ class StalenessCallback:
         if self._started:
             raise ValueError("state: the run has started; load it before the first hook")
         saved = saved_of(state)
-        if saved is not None and self._given[0] is None and saved.run != self._start.run:
+        if saved is not None and self._given[0] is None and saved.run != self._recorder.run:
             self._recorder.discard()
             self._recorder = Recorder(self._trace, run=saved.run)
-        self._go_on(saved, None if waiting is None else frozenset(names_of(waiting)))
+        kept = None if waiting is None else frozenset(names_of(waiting))
+        self._incarnation = self._new_incarnation(saved, kept)
+        self._version, self._step = self._incarnation.start.version, self._incarnation.start.step
 
     @contextmanager
     def group(self, name: str | None = None) -> Generator[Group]:
         """Open a group: requests that this task submits in here are its calls."""
         with self._guard("group"):
             self._ensure_started()
-        group = Group(name or f"{self._start.incarnation}/{next(self._names)}")
+        group = Group(name or f"{self._incarnation.start.incarnation}/{next(self._names)}")
         with captured(group.capture):
             yield group
 
@@ -337,7 +334,10 @@ class StalenessCallback:
                 if before is not None and before.restored:
                     if restored:
                         return  # what was found in the trace is at least as exact
-                    self._drop(before.group, reason="published anew")
+                    anew = GroupDropped(
+                        time=self._clock(), group=before.group, reason="published anew"
+                    )
+                    self._record(anew)
                 content = self._content(group, calls, trained, sum_up=not restored)
                 if not (content.calls or content.tokens or unknown):
                     empty = ValueError(f"group {name_of(group)!r} has no call and no token")
@@ -587,109 +587,30 @@ class StalenessCallback:
             self._start_run(engines or {})
         self._ensure_started()
 
-    def _go_on(self, saved: Saved | None, kept: frozenset[str] | None = None) -> None:
-        """Say how the run starts: from nothing, from its trace, or from where a checkpoint was."""
-        recorder, (_, version, step) = self._recorder, self._given
-        going_on = resumption(
-            recorder.ledger,
-            recorder.path,
-            lines=recorder.lines,
+    def _new_incarnation(
+        self, saved: Saved | None = None, kept: frozenset[str] | None = None
+    ) -> Incarnation:
+        _, version, step = self._given
+        return Incarnation(
+            self._recorder,
             version=version,
             step=step,
+            about=self._about,
+            clock=self._clock,
             saved=saved,
+            kept=kept,
         )
-        self._going_on, self._kept = going_on, kept
-        incarnation = recorder.incarnation
-        if saved is not None and saved.run == recorder.run:
-            incarnation = max(incarnation, saved.incarnation + 1)
-        about = dict(self._about)
-        if incarnation:
-            about["resumed"] = going_on.point._asdict()
-        if saved is not None and saved.refits and recorder.ledger.run is None:
-            about["refits_before"] = saved.refits
-        self._start = RunStarted(
-            time=self._clock(),
-            schema=SCHEMA,
-            run=recorder.run,
-            incarnation=incarnation,
-            version=going_on.point.version,
-            step=going_on.point.step,
-            about=about,
-            torn=recorder.torn,
-        )
-        try:
-            decode(encode(self._start))
-        except TraceError as error:
-            recorder.close()
-            raise ValueError(f"run, about: cannot stand in a trace: {error}") from error
-        self._version, self._step = self._start.version, self._start.step
 
     def _start_run(self, engines: Mapping[str, int]) -> None:
         with self._recorder.lock:
             if self._started:
                 return
-            version = self._start.version
-            engines = {**dict.fromkeys(self._pauses.engines, version), **engines}
-            self._undo()
-            start = msgspec.structs.replace(
-                self._start, engines=engines, version=self._version, step=self._step
-            )
-            self._recorder.record(start)
-            run = self._recorder.ledger.run
-            if run is None or run.incarnation != self._start.incarnation:
-                raise OSError(f"trace: {self.trace}: its first line could not be written")
-            self._start = start
-            self._told = self._pauses.start(engines)
+            held = dict.fromkeys(self._pauses.engines, self._incarnation.start.version)
+            held.update(engines)
+            self._incarnation.begin(held, version=self._version, step=self._step)
+            self._told = self._pauses.start(held)
             self._started = True
-            for group in self._going_on.waiting:
-                if self._kept is None or group.group in self._kept:
-                    self._record(msgspec.structs.replace(group, time=self._clock()))
         self._guard.watch(self._told)
-
-    def _undo(self) -> None:
-        """Drop what waited before a resume and will not be trained after it."""
-        ledger, point = self._recorder.ledger, self._going_on.point
-        if ledger.run is not None and (ledger.version, ledger.step) > point[1:]:
-            _log.warning(
-                "rl_staleness: the run goes back from version %d to %d: steps from %d on are"
-                " undone, %d groups that were published since are dropped",
-                *(ledger.version, *point[1:], len(self._going_on.undone)),
-            )
-        lost = dict.fromkeys(self._going_on.undone, "rolled back")
-        if self._kept is not None:
-            names = (group.group for group in self._going_on.waiting)
-            lost |= {name: "not restored" for name in names if name not in self._kept}
-        for name, reason in lost.items():
-            if ledger.is_waiting(name):
-                dropped = GroupDropped(time=self._clock(), group=name, reason=reason)
-                self._recorder.record(dropped)
-
-    def _drop(self, group: str, *, reason: str) -> None:
-        self._record(GroupDropped(time=self._clock(), group=group, reason=reason))
-
-    def _from_before(self, call: Call) -> Call | None:
-        """The call as its group was published again, if it was made before the last resume."""
-        if not self._start.incarnation:
-            return None
-        if self._calls_before is None:
-            groups = self._going_on.waiting
-            self._calls_before = {(c.engine, c.call): c for group in groups for c in group.calls}
-        return self._calls_before.get((call.engine, call.call))
-
-    def _translated(self, version: int, floor: int) -> int:
-        """A version that the trainer passes, in this run's count.
-
-        A trainer whose own count starts again after a resume is known by the first that it passes.
-        """
-        if self._offset is None and _is_count(version):
-            self._offset = 0
-            if self._start.incarnation and version < floor:
-                self._offset = self._version - version
-                detail = f"the trainer's version {version} is {self._version} here, and so on"
-                self._record(
-                    ViolationFound(time=self._clock(), name="counter_restarted", detail=detail)
-                )
-        return version + (self._offset or 0) if _is_count(version) else version
 
     def _record(self, event: Event) -> StepStaleness | None:
         if self._closed or not self._started:
@@ -705,7 +626,7 @@ class StalenessCallback:
         try:
             self._ensure_started()
             if version is not None:
-                updated = self._translated(version, self._start.version)
+                updated = self._incarnation.translated(version, expected=self._version)
             if isinstance(told, Exception):
                 raise told
             self._pauses.settle(self._timeout)
@@ -714,8 +635,8 @@ class StalenessCallback:
             self._recorder.skip_step()
             raise
         finally:
-            self._step = (number if _is_count(number) else self._step) + 1
-            self._version = (updated if _is_count(updated) else self._version) + made
+            self._step = (number if is_count(number) else self._step) + 1
+            self._version = (updated if is_count(updated) else self._version) + made
 
     def _paused(
         self,
@@ -773,7 +694,7 @@ class StalenessCallback:
 
     def _refit_version(self, version: int) -> int:
         """The version of a refit in this run's count."""
-        return self._translated(version, min([self._start.version, *self._start.engines.values()]))
+        return self._incarnation.translated(version, expected=self._version, refit=True)
 
     def _notify(self, numbers: StepStaleness) -> None:
         for warning in self._limits.crossed(numbers, refits=self._pauses.num_done):
@@ -832,10 +753,6 @@ def _several(name: str, given: Iterable[Any]) -> list[Any]:
         return list(given)
     except TypeError:
         raise ValueError(f"{name}: {given!r} is not several; pass a list, [{name[:-1]}]") from None
-
-
-def _is_count(number: object) -> bool:
-    return type(number) is int and number >= 0
 
 
 def _calls(calls: Iterable[Any]) -> list[LiveCall | Call]:

@@ -362,11 +362,12 @@ def test_a_prompt_that_is_sampled_again_takes_the_place_of_its_group(path: Path)
 
 
 def test_spans_of_a_call_from_before(path: Path) -> None:
-    """Exact where its group waits; bounds otherwise."""
+    """Exact where its group waits; bounds otherwise. Another call of that name is another call."""
     state = halfway(path)
     with callback(path) as staleness:
         staleness.load_state_dict(state)
         assert staleness.spans(call("b", 90, 0, 1)) == [(0, 30, 0, 0), (30, 90, 1, 1)]
+        assert staleness.spans(call("b", 40, 3, 3, version=2)) == [(0, 40, 2, 2)]
         assert staleness.spans(call("unheard of", 9, 1, 1)) == [(0, 9, 1, 2)]
 
 
