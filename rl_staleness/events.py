@@ -158,6 +158,7 @@ class GroupPublished(_Line, frozen=True, tag="group_published"):
     """Trained tokens that no call made, such as an end token appended by the trainer."""
     restored: bool | None = None
     about: dict[str, Any] | None = None
+    """Numbers that a reader may want, never text; `rl_staleness.lens` says which it reads."""
 
     def __post_init__(self) -> None:
         _check_calls(self.calls)

@@ -171,6 +171,11 @@ BROKEN: dict[str, Invariant] = {
         "two processes wrote one trace, or lines were cut out",
         "let one process write a run",
     ),
+    "counter_restarted": Invariant(
+        "the trainer's own count starts again after a resume; it is translated from there on",
+        "the trainer counts from the start of its process",
+        "pass version= in policy updates of the whole run, or none",
+    ),
     "beyond_resume": Invariant(
         "tokens of a version that the run never had: it went on from an older one",
         "a rollback to an older checkpoint, and groups or engines of the part that was undone",
@@ -272,9 +277,9 @@ NOTED: dict[str, Invariant] = {
         "call on_drop(group, reason=...)",
     ),
     "steps_made_again": _noted(
-        "a resume went back before steps that the trace holds; they stand in it twice",
+        "a resume went back before steps that the trace holds: the totals here count both parts",
         "the run went on from an older checkpoint",
-        "nothing: reports show the later ones",
+        "nothing: reports show the later part",
     ),
     "step_without_tokens": _noted(
         "a step trained no token", "every group was masked or empty", "look at the loss masks"

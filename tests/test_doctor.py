@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 import unicodedata
 from collections.abc import Iterator
@@ -11,16 +12,18 @@ from typing import Any
 
 import pytest
 
-from rl_staleness import doctor
+from rl_staleness import StalenessCallback, doctor
 from rl_staleness.balance import Account
 from rl_staleness.contrasts import WHAT
 from rl_staleness.doctor import Diagnosis
-from rl_staleness.events import StepTrained
+from rl_staleness.engines import Cut
+from rl_staleness.events import RefitCut, StepTrained
 from rl_staleness.invariants import BROKEN, NOTED, invariant
 from rl_staleness.ledger import Ledger
 from rl_staleness.symptoms import FIRST_LINES, MOST_NAMES, OTHER, REFITS_KEPT, Remarks
 from rl_staleness.trace import read
 from rl_staleness.trained import groups_of
+from tests.fakes import FakeEngine
 from tests.lines import (
     Line,
     aborted,
@@ -179,6 +182,7 @@ BREAKS: dict[str, tuple[list[Line], list[int]]] = {
     "refit_aborted_without_pause": ([start(), violation("refit_aborted_without_pause")], [2]),
     "run_changed": ([start(), start(run="s", incarnation=1)], [2]),
     "incarnation": ([start(), start(incarnation=2)], [2]),
+    "counter_restarted": ([start(), violation("counter_restarted")], [2]),
     "beyond_resume": (
         [
             start(),
@@ -313,6 +317,26 @@ def test_names_that_a_trainer_gives_are_broken() -> None:
     """An unknown name is a violation that was found online."""
     assert invariant("whatever").broken
     assert not BROKEN.keys() & NOTED.keys()
+
+
+NAMED = re.compile(
+    r"""(?: ViolationFound\([^()]*(?:\(\))?[^()]*name= | _?find\((?:[^()"]*(?:"",[ ])?)
+        | _violation\( | _find_all\(\( | append\(\( | \[\( )\s*"([a-z_]+)"
+    """,
+    re.VERBOSE,
+)
+"""Where the core gives a violation its name."""
+
+
+def test_every_name_of_the_core_is_explained() -> None:
+    """A violation that is named somewhere and not here would have no way out."""
+    core = Path(doctor.__file__).parent
+    found: set[str] = set()
+    for module in ("callback", "groups", "ledger", "pauses", "refits", "spans"):
+        found |= set(NAMED.findall((core / f"{module}.py").read_text()))
+    assert found - BROKEN.keys() == set()
+    doctors_own = {"lines_lost", "line_after_end", "tokens_beyond_generated"}
+    assert BROKEN.keys() - found == doctors_own
 
 
 # What is sound and may look odd.
@@ -668,6 +692,20 @@ def test_rolled_back_tokens_have_no_age(file: Path) -> None:
     balance = examined(file, *lines).balance
     assert (balance.trained.tokens, balance.trained.without_age) == (15, 10)
     assert balance.trained.mean_age == 1
+
+
+def test_what_an_engine_counts_comes_into_the_trace(tmp_path: Path) -> None:
+    """`Cut.generated` is written as it is, with a late cut too; None leaves it out."""
+    engine = FakeEngine("e")
+    path = tmp_path / "rollout_trace.jsonl"
+    with StalenessCallback(engines=[engine], trace=path, sinks=[]) as staleness:
+        for generated in (0, 7, None):
+            staleness.on_refit_paused()
+            staleness.on_refit_done()
+            engine.deliver(Cut(calls={}, generated=generated))
+    cuts = [event for event in read(path) if isinstance(event, RefitCut)]
+    assert [event.generated for event in cuts] == [0, 7, None]
+    assert '"generated"' not in path.read_text().splitlines()[-2]
 
 
 # Ways to measure that are off, as sequences of events.
