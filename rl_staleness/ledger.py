@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from rl_staleness.events import (
     Call,
@@ -162,10 +162,8 @@ class Ledger:
         self.run, self.version, self.step = event, event.version, event.step
         self._engines, self._waiting, self._found_before = {}, {}, {}
         self._refit_versions.forget_above(event.version)  # what a rolled back part led to
-        before_us = (event.about or {}).get("refits_before")
-        for name, number in before_us.items() if isinstance(before_us, dict) else ():
-            if type(number) is int:  # of a trace that is lost
-                self._last_refits[name] = max(number, self._last_refits.get(name, 0))
+        for name, number in _refits_before(event).items():
+            self._last_refits[name] = max(number, self._last_refits.get(name, 0))
         self._lines_lost, self._informed = False, None
         ahead = {n: v for n, v in event.engines.items() if v > event.version}
         if ahead:
@@ -319,6 +317,13 @@ class Ledger:
     def _find_all(self, found: Iterable[Finding]) -> None:
         for name, detail in found:
             self._find(name, detail)
+
+
+def _refits_before(event: RunStarted) -> dict[str, int]:
+    """The last refit numbers of engines, where the trace that had them is lost."""
+    said: object = (event.about or {}).get("refits_before")
+    numbers = cast("dict[str, object]", said) if isinstance(said, dict) else {}
+    return {name: number for name, number in numbers.items() if type(number) is int}
 
 
 def _batches(event: StepTrained) -> tuple[tuple[str, ...], ...]:
