@@ -196,7 +196,10 @@ class StalenessCallback:
             return self._recorder.ledger.age([name_of(group)])
 
     def spans(self, call: LiveCall | Call) -> list[Segment]:
-        """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far."""
+        """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far.
+
+        Both versions are -1 where weights made them that a run which went back never had.
+        """
         self._ensure_started(closed_too=True)
         self._pauses.settle(self._timeout)
         with self._recorder.lock:

@@ -55,6 +55,7 @@ class Ledger:
         self._found_before: dict[str, set[tuple[str, str]]] = {}
         self._refit_versions = Versions()
         self._last_refits: dict[str, int] = {}
+        self._undone = False  # a part of the run
         self._orphans = 0
         self._violations = 0
         self._dropped_tokens = 0
@@ -159,6 +160,7 @@ class Ledger:
             self._find("incarnation", detail)
         self._orphans = self.orphans
         self._last_refits.update({name: refits.last for name, refits in self._engines.items()})
+        self._undone = self._undone or event.version < self.version
         self.run, self.version, self.step = event, event.version, event.step
         self._engines, self._waiting, self._found_before = {}, {}, {}
         self._refit_versions.forget_above(event.version)  # what a rolled back part led to
@@ -287,6 +289,7 @@ class Ledger:
                 start=self.run.engines.get(engine, self.run.version),
                 base=self._last_refits.get(engine, 0),
                 limit=self.run.version if self.run.incarnation else None,
+                undone=self._undone,
                 waiting=self._waiting.keys(),
                 orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
             )

@@ -66,6 +66,8 @@ class Refits:
     """Last refit number from before; it and lower ones stand for the start."""
     limit: int | None = None
     """Version that the run went on from; None: it has not been resumed."""
+    undone: bool = False
+    """A part of the run was rolled back: refits from before may have led to other weights."""
     orphan_after: int = 64
     """Refits after which a listed call that nobody published is forgotten."""
     last: int = 0

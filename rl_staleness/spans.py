@@ -96,11 +96,23 @@ def _in_this_run(
     ]
 
 
-def _from_before(stamp: int, refits: Refits) -> tuple[int, int]:
-    """Oldest and newest version of a call that began before the resume, stamped differently."""
-    if refits.limit is not None and stamp > refits.limit:
-        return NEVER, NEVER
-    return min(stamp, refits.start), max(stamp, refits.start)
+def _from_before(
+    after: int, stamp: int, refits: Refits, limit: int
+) -> tuple[int, int, list[Finding]]:
+    """Versions that a call may have begun on before the run was resumed at version ``limit``.
+
+    Refits of before may have moved it on, to what the policy had by then at most.
+    """
+    found: list[Finding] = []
+    if stamp != refits.start and (after == refits.base or stamp > limit):
+        detail = f"stamp {stamp}, but the run went on from {limit}, its engine from {refits.start}"
+        found.append(("stamp", detail))
+    if after < refits.base and refits.undone:
+        detail = f"after refit {after}; refits up to {refits.base} are of a part that was undone"
+        found.append(("beyond_resume", detail))
+    if stamp > limit or (after < refits.base and refits.undone):
+        return NEVER, NEVER, found
+    return min(stamp, refits.start), max(refits.start, limit), found
 
 
 def _doubtful(call: Call, oldest: int, now: int) -> list[Segment]:
@@ -158,8 +170,8 @@ def _begin_after(
     if refit is None and after <= refits.base:
         oldest = newest = refits.start
         right = stamp == refits.start
-        if not right and refits.limit is not None:
-            oldest, newest = _from_before(stamp, refits)
+        if refits.limit is not None and (after < refits.base or not right):
+            return _from_before(after, stamp, refits, refits.limit)
     else:
         oldest, newest = refits.before(after, now=now)
         version = None if refit is None else refit.version_at(after)

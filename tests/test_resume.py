@@ -336,6 +336,36 @@ def test_a_call_that_ran_across_the_resume_has_bounds(path: Path) -> None:
     assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0.4, 0.0, 0.6)
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_call_that_ran_across_a_refit_that_was_undone(path: Path, back: bool) -> None:
+    """Stamped with the very version that the run goes on from, it is still of other weights too,
+    and none of it counts as fresh; where nothing was undone, nothing else is possible."""
+    staleness = callback(path, run="r")
+    staleness.on_step([])
+    refit(staleness)
+    if back:
+        staleness.on_step([])
+    refit(staleness, x=6)
+    staleness._recorder.close()
+    with callback(path, run="r", version=1) as staleness:
+        staleness.on_publish("g", calls=[call("x", 10, 1, 2)])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.coverage, numbers.violations) == ((0.0, 1) if back else (1.0, 0))
+    assert (numbers.age_lo, numbers.age_hi) == ((0.0, 1.0) if back else (0.0, 0.0))
+
+
+def test_an_engine_with_base_weights_says_nothing_of_calls_from_before(path: Path) -> None:
+    """A call that ran on newer weights before may be as new as the policy was."""
+    halfway(path)
+    with callback(path, run="r") as staleness:
+        staleness.start(engines={"engine": 0})
+        staleness.on_publish("g", calls=[call("x", 10, 1, 3)])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0.0, 0.0, 3.0)
+
+
 def test_what_the_trace_knows_is_better_than_what_a_framework_kept(path: Path) -> None:
     """Records of a group that waited, published again, do not undo its tallies."""
     state = halfway(path)
@@ -368,6 +398,9 @@ def test_spans_of_a_call_from_before(path: Path) -> None:
         staleness.load_state_dict(state)
         assert staleness.spans(call("b", 90, 0, 1)) == [(0, 30, 0, 0), (30, 90, 1, 1)]
         assert staleness.spans(call("b", 40, 3, 3, version=2)) == [(0, 40, 2, 2)]
+        # Its refit may be one of those that were undone.
+        assert staleness.spans(call("unheard of", 9, 1, 1)) == [(0, 9, -1, -1)]
+    with callback(path, run="r") as staleness:
         assert staleness.spans(call("unheard of", 9, 1, 1)) == [(0, 9, 1, 2)]
 
 
