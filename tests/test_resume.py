@@ -264,22 +264,26 @@ def test_a_state_is_small_and_plain(path: Path) -> None:
 # What is not known.
 
 
-def test_tokens_of_weights_that_the_run_never_had_are_of_no_version(path: Path) -> None:
+@pytest.mark.parametrize("spans", [None, ((0, 10, 3),)])
+def test_tokens_of_weights_that_the_run_never_had_are_of_no_version(
+    path: Path, spans: tuple[tuple[int, ...], ...] | None
+) -> None:
     """A call of the undone part, from an engine that outlived the trainer: neither fresh nor
     negative, not even where the run is at that version again."""
     state = halfway(path)
     with callback(path) as staleness:
         staleness.load_state_dict(state)
         staleness.start()
-        staleness.on_publish("stray", calls=[call("s", 10, 3, 3, version=3)])
+        staleness.on_publish("stray", calls=[call("s", 10, 3, 3, version=3, spans=spans)])
         numbers = staleness.on_step(["stray"])
-        staleness.on_publish("again", calls=[call("t", 10, 3, 3, version=3)])
+        staleness.on_publish("again", calls=[call("t", 10, 3, 3, version=3, spans=spans)])
         later = staleness.on_step(["again"])
     assert numbers is not None
     assert later is not None
     for step, at in ((numbers, 2), (later, 3)):
         assert (step.tokens, step.coverage, step.batch_age) == (10, 0.0, None)
-        assert (step.age_lo, step.age_hi, step.violations) == (0.0, at, 1)
+        assert (step.age_lo, step.age_hi) == (0.0, at)
+        assert step.violations == (1 if spans is None else 2)  # the stamp, and the spans
 
 
 def test_restored_groups_of_weights_that_the_run_never_had(path: Path) -> None:
@@ -400,8 +404,13 @@ def test_spans_of_a_call_from_before(path: Path) -> None:
         assert staleness.spans(call("b", 40, 3, 3, version=2)) == [(0, 40, 2, 2)]
         # Its refit may be one of those that were undone.
         assert staleness.spans(call("unheard of", 9, 1, 1)) == [(0, 9, -1, -1)]
+
+
+def test_spans_of_a_call_from_before_nothing_was_undone(path: Path) -> None:
+    """The trace alone: any version from the stamp to what the run goes on from."""
+    halfway(path)
     with callback(path, run="r") as staleness:
-        assert staleness.spans(call("unheard of", 9, 1, 1)) == [(0, 9, 1, 2)]
+        assert staleness.spans(call("unheard of", 9, 1, 1)) == [(0, 9, 1, 3)]
 
 
 def test_a_call_that_ended_before_its_engine_heard_of_the_resumed_run(path: Path) -> None:
