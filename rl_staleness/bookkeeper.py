@@ -240,5 +240,5 @@ def _place_call(call: Call, cut: _Cut) -> None:
         cut.after += call.tokens
     elif call.until is not None and call.until < cut.refit:
         return
-    elif not (cut.exact and call.after is not None and call.until is None):
+    elif not (cut.exact and call.after is not None):  # such a cut would list it: it had ended
         cut.undecided += call.tokens

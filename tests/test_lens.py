@@ -412,6 +412,8 @@ def test_the_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0].split()[:6] == ["step", "batch_age", "refits", "coverage", "verl", "verl_worst"]
     cells = dict(zip(rows[0].split(), rows[4].split(), strict=True))
     assert (cells["batch_age"], cells["verl"], cells["begin_stamp"]) == ("3.667", "1.000", "2.500")
+    assert [len(row) for row in rows[1:5]] == [len(rows[0])] * 4
+    assert (cells["trl"], cells["skyrl"]) == ("?a", "?b")
     assert f"{cells['skyrl']}: {NEEDS_DISPATCH}" in rows
     assert f"{cells['megatron_rows']}: {NEEDS_PROMPTS}" in rows
     for definition in DEFINITIONS:
