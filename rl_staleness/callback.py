@@ -263,7 +263,7 @@ class StalenessCallback:
         with self._guard("state_dict"):
             self._ensure_started(closed_too=True)
             self._pauses.settle(self._timeout)
-            with self._recorder.lock:
+            with self._step_lock, self._recorder.lock:  # a step is in it whole, or not at all
                 saved = Saved(
                     run=self._recorder.run,
                     incarnation=self._incarnation.start.incarnation,

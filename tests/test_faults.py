@@ -13,6 +13,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from rl_staleness import Call, StalenessCallback, read, steps, trace
 from rl_staleness.engines import Cut
 from rl_staleness.events import Gap, RunStarted
+from rl_staleness.ledger import Ledger
 from rl_staleness.resume import counted_steps
 from rl_staleness.staleness import StepStaleness
 from tests.fakes import FakeEngine
@@ -343,6 +345,7 @@ def test_all_hooks_from_eight_threads(tmp_path: Path) -> None:
     engines = [FakeEngine(str(number), counts={}) for number in range(8)]
     path = tmp_path / "rollout_trace.jsonl"
     online: list[StepStaleness] = []
+    states: list[dict[str, Any]] = []
     with StalenessCallback(trace=path, engines=engines, sinks=[online.append]) as staleness:
         barrier = threading.Barrier(8, timeout=60)
         staleness.start()
@@ -370,7 +373,7 @@ def test_all_hooks_from_eight_threads(tmp_path: Path) -> None:
                     staleness.on_step([name])
                 else:
                     staleness.on_drop(name, reason="odd")
-                staleness.state_dict()
+                states.append(staleness.state_dict())
                 staleness.spans(call)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -384,6 +387,13 @@ def test_all_hooks_from_eight_threads(tmp_path: Path) -> None:
     assert online == list(steps(path))
     assert sum(step.tokens for step in online) == 1600
     assert {step.coverage for step in online} == {1.0}
+    ledger, places = Ledger(), {}
+    for number, event in enumerate(read(path), start=1):
+        ledger.apply(event)
+        places[number] = ledger.version, ledger.step
+    assert len(states) == 200
+    for state in states:  # no step is half in it
+        assert (state["version"], state["step"]) == places[state["line"]]
 
 
 def test_a_fork_after_construction_is_harmless(tmp_path: Path) -> None:
@@ -444,6 +454,11 @@ def test_ten_thousand_groups_that_are_never_trained(tmp_path: Path) -> None:
     assert missing == {"calls that cuts listed were never published": 9360}
 
 
+def silent() -> Future[None]:
+    """The answer of an engine that never answers."""
+    return Future()
+
+
 def run_of(
     staleness: StalenessCallback, engines: list[FakeEngine], first: int, last: int, *, uneven: bool
 ) -> int:
@@ -476,11 +491,13 @@ def run_of(
                 until=refit,
             )
             staleness.on_publish(f"g{step}/{engine.name}", calls=[call])
-            engine.heard.clear()
         numbers = staleness.on_step([f"g{step}/a"], updates=1 + step % 2 if uneven else 1)
         assert numbers is not None
         assert (numbers.violations, numbers.coverage) == (0, 1.0)
         staleness.on_drop(f"g{step}/b", reason="too old")
+        for engine in staleness._pauses.engines.values():
+            assert isinstance(engine, FakeEngine)
+            engine.heard.clear()
         if step % 20 == 0:
             gc.collect()
             most = max(most, tracemalloc.get_traced_memory()[0])
@@ -490,19 +507,27 @@ def run_of(
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_long_run_in_fast_motion(uneven: bool) -> None:
     """Ten times the history holds as many bytes: ledger, pauses, sums and all. Of refits that
-    fail, or lead on unevenly, each is remembered: less than 200 bytes.
+    fail, lead on unevenly or reach no engine, each is remembered: less than 200 bytes.
     """
     engines = [FakeEngine("a"), FakeEngine("b")]
-    staleness = StalenessCallback(trace=None, engines=engines, sinks=[], orphan_after=8)
+    dead = FakeEngine("dead")
+    dead.answer = silent
+    staleness = StalenessCallback(
+        trace=None,
+        engines=[*engines, dead] if uneven else engines,
+        sinks=[],
+        orphan_after=8,
+        timeout=0,
+    )
     staleness.start()
     tracemalloc.start()
     try:
-        short = run_of(staleness, engines, 0, 300, uneven=uneven)
-        long = run_of(staleness, engines, 300, 3000, uneven=uneven)
+        short = run_of(staleness, engines, 0, 150, uneven=uneven)
+        long = run_of(staleness, engines, 150, 1500, uneven=uneven)
     finally:
         tracemalloc.stop()
         staleness.close()
     if uneven:
-        assert (long - short) / (2700 * 2) < 200
+        assert (long - short) / (1350 * 3) < 200
     else:
         assert long < short * 1.25
