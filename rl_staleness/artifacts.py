@@ -15,9 +15,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, NamedTuple, cast
 
 from rl_staleness.events import SCHEMA, StepTrained, TraceError, decode
+from rl_staleness.trace import LONGEST_LINE
 
 __all__ = ["PACKED", "PICTURE", "REPORT", "Packed", "draw", "pack", "pack_aside", "reason"]
 
@@ -54,6 +56,7 @@ def pack(trace: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Packe
 
     Raises:
         OSError: it cannot be read, or the file cannot be written; none is left behind then.
+        TraceError: a line is longer than any of a trace.
     """
     path = os.path.join(folder, PACKED)
     digest = hashlib.sha256()
@@ -197,11 +200,17 @@ def _compressed(file: IO[bytes]) -> gzip.GzipFile:
 
 
 def _whole_lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Lines with their newline; a last one without gets it if it is an event."""
+    """Lines with their newline; a last one without gets it if it is an event.
+
+    Raises:
+        TraceError: a line is longer than any of a trace.
+    """
     try:
-        for line in source:
+        for line in iter(partial(source.readline, LONGEST_LINE), b""):
             if line.endswith(b"\n"):
                 yield line
+            elif len(line) >= LONGEST_LINE:
+                raise TraceError(f"line: longer than {LONGEST_LINE} bytes")
             elif _is_event(line):
                 yield line + b"\n"
     except EOFError:  # the end of a packed trace is missing

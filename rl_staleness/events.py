@@ -241,6 +241,9 @@ Event = (
 )
 
 
+LONGEST_MESSAGE = 300
+"""Characters: a name that is an error can be as long as its line."""
+
 _OUR_FIELD = re.compile(r"[a-z]+(\[\d+\])?(\.[a-z]+)?")
 
 
@@ -262,9 +265,9 @@ def decode(line: bytes) -> Event:
     try:
         return _decoder.decode(line)
     except msgspec.ValidationError as error:
-        raise TraceError(_newer_schema(line) or _named(str(error))) from error
+        raise TraceError(_short(_newer_schema(line) or _named(str(error)))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"line: {str(error) or 'nested too deeply'}") from error
+        raise TraceError(_short(f"line: {str(error) or 'nested too deeply'}")) from error
 
 
 def encode(event: Event) -> bytes:
@@ -277,6 +280,14 @@ def encode(event: Event) -> bytes:
         return _encoder.encode(event)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TraceError(f"{type(event).__struct_config__.tag}: {error}") from error
+
+
+def _short(message: str) -> str:
+    """A message with its start, the field, and its end, the reason."""
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    half = LONGEST_MESSAGE // 2
+    return f"{message[: half - 1]}…{message[-half:]}"
 
 
 def _check_calls(calls: tuple[Call, ...]) -> None:

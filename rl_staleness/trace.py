@@ -65,6 +65,8 @@ def numbered_events(
         lines = iter(partial(file.readline, LONGEST_LINE), b"")
         try:
             for number, line in enumerate(lines, start=1):
+                if len(line) >= LONGEST_LINE and not line.endswith(b"\n"):
+                    raise TraceError(f"{path}:{number}: line: longer than {LONGEST_LINE} bytes")
                 try:
                     event = decode(line)
                 except TraceError as error:
@@ -126,8 +128,12 @@ class TraceWriter:
         self.lost = 0
         """Lines of this writer that are not in the file."""
         self._unsaid = self._written = 0
-        self.torn = _mend(self.path)
-        """Bytes of a torn last line that were cut off."""
+        try:
+            self.torn = _mend(self.path)
+            """Bytes of a torn last line that were cut off."""
+        except BaseException:
+            self.close()
+            raise
         self.continued = self.path.stat().st_size > 0
         """The file holds a trace of this run already."""
         here = weakref.WeakMethod(self.close)
@@ -140,9 +146,12 @@ class TraceWriter:
             False if it could not be written; it is lost.
 
         Raises:
-            TraceError: a value is of a wrong type; nothing was written.
+            TraceError: a value is of a wrong type, or the line would be longer than readers take;
+                nothing was written.
         """
         line = encode(event)
+        if len(line) >= LONGEST_LINE:
+            raise TraceError(f"line: {len(line)} bytes; readers take less than {LONGEST_LINE}")
         seen = [decode(line)]
         if self._unsaid and type(event) is not RunStarted:
             # Both or none, so that a disk that is nearly full is not filled with gaps.
@@ -220,7 +229,7 @@ def _log_torn(path: str | os.PathLike[str], number: int, size: int) -> None:
 
 def _is_torn(line: bytes) -> bool:
     """Whether a line that is no event is one that was being written when its process died."""
-    return not line.endswith(b"\n") and len(line) < LONGEST_LINE and not _is_json(line)
+    return not line.endswith(b"\n") and not _is_json(line)
 
 
 def _is_json(line: bytes) -> bool:
@@ -278,18 +287,19 @@ def _runs(path: Path) -> Iterator[str]:
 
 
 def _mend(path: Path) -> int:
-    """Give a whole last line its newline and cut off a torn one; the number of bytes cut off."""
+    """Give a whole last line its newline and cut off a torn one; the number of bytes cut off.
+
+    Raises:
+        TraceError: it is longer than any line of a trace; the file is left as it is.
+    """
     if not path.exists():
         return 0
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
-        start = end
-        tail = b""
-        while start and b"\n" not in tail:
-            start = max(0, start - 65536)
-            file.seek(start)
-            tail = file.read(end - start)
-        last = tail[tail.rfind(b"\n") + 1 :]
+        last = _after_last_newline(file, end)
+        if len(last) >= LONGEST_LINE:
+            problem = f"its last line is longer than {LONGEST_LINE} bytes; pass trace= another file"
+            raise TraceError(f"trace: {path}: {problem}")
         if not last:
             return 0
         if _is_json(last):
@@ -298,6 +308,21 @@ def _mend(path: Path) -> int:
             return 0
         file.truncate(end - len(last))
         return len(last)
+
+
+def _after_last_newline(file: IO[bytes], end: int) -> bytes:
+    """What stands there; of more than the longest line as much as tells that it is."""
+    parts: list[bytes] = []
+    start = end
+    while start and end - start < LONGEST_LINE:
+        stop, start = start, max(0, start - 65536)
+        file.seek(start)
+        block = file.read(stop - start)
+        newline = block.rfind(b"\n")
+        parts.append(block[newline + 1 :])
+        if newline >= 0:
+            break
+    return b"".join(reversed(parts))
 
 
 if __name__ == "__main__":
