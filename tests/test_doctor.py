@@ -322,6 +322,15 @@ def test_an_engine_that_no_refit_is_told_of(file: Path, updates: int, noted: boo
     assert ("engine_never_refitted" in names(examined(file, *lines))) is noted
 
 
+def test_calls_are_forgotten_one_after_the_other(file: Path) -> None:
+    """Each is counted once, where it is forgotten."""
+    lines = [start(about={"orphan_after": 1})]
+    for n in range(1, 6):
+        lines += [cut(n, {f"c{n}": 3}, version=0), done(n, version=0)]
+    (remark,) = [r for r in examined(file, *lines, end()).noted if r.name == "orphans"]
+    assert (remark.times, remark.lines) == (4, [4, 6, 8, 10])
+
+
 def test_how_many_lines_are_lost(file: Path) -> None:
     """Not how often."""
     (remark,) = examined(file, start(), gap(3), gap(4)).broken
