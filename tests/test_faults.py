@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rl_staleness import Call, StalenessCallback, read, steps, trace
+from rl_staleness import Call, StalenessCallback, read, steps
 from rl_staleness.engines import Cut
 from rl_staleness.events import Gap, RunStarted
 from rl_staleness.ledger import Ledger
@@ -193,7 +193,7 @@ def killed(folder: Path, chance: random.Random) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         if how != "hook":
-            trace.os.write = Death(at, how)  # type: ignore[assignment]
+            os.write = Death(at, how)  # type: ignore[assignment]
         Trainer(folder, hook=hook).run()
 
     return in_child(train) == signal.SIGKILL
@@ -495,9 +495,9 @@ def run_of(
         assert numbers is not None
         assert (numbers.violations, numbers.coverage) == (0, 1.0)
         staleness.on_drop(f"g{step}/b", reason="too old")
-        for engine in staleness._pauses.engines.values():
-            assert isinstance(engine, FakeEngine)
-            engine.heard.clear()
+        for each in staleness._pauses.engines.values():
+            assert isinstance(each, FakeEngine)
+            each.heard.clear()
         if step % 20 == 0:
             gc.collect()
             most = max(most, tracemalloc.get_traced_memory()[0])
