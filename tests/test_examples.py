@@ -160,18 +160,21 @@ def check_mlflow(
 def check_wandb(
     folder: Path, numbers: list[StepStaleness], rewards: list[float], printed: str
 ) -> None:
-    """The offline run that the demo names: a row a step, with the trainer's numbers in it."""
+    """The offline run that the demo names: a row a step, and what the trainer logs beside it."""
     pytest.importorskip("wandb")
     from tests.wandb_files import RunFile
 
     [files] = (folder / "wandb").glob("offline-run-*")
     assert f"wandb sync {files.relative_to(folder.parent)}   (" in printed
-    rows = [row for row in RunFile(files).rows if "staleness/step" in row]
+    every = RunFile(files).rows
+    rows = [row for row in every if "staleness/step" in row]
     assert [row["staleness/step"] for row in rows] == [step.step for step in numbers]
     for row, step in zip(rows, numbers, strict=True):
         expected = {key: value for key, value in step.metrics().items() if value is not None}
         assert {key: row[key] for key in expected} == expected
-    assert [row["train/reward"] for row in rows] == pytest.approx(rewards, abs=5e-4)
+    # In the same rows, unless the sink's thread came too late for one.
+    theirs = [row["train/reward"] for row in every if "train/reward" in row]
+    assert theirs == pytest.approx(rewards, abs=5e-4)
 
 
 @pytest.mark.engine

@@ -6,7 +6,6 @@ there every trained token is held against the weights that sampled it, see `trl_
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -770,19 +769,36 @@ def test_a_long_history_is_not_kept() -> None:
 # With a server, an example, and all the rest.
 
 
+RUN_SECONDS = 600
+
+
+def with_a_server(test: Any) -> Any:
+    """Mark a test of minutes."""
+    for mark_it in (pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(RUN_SECONDS + 120)):
+        test = mark_it(test)
+    return test
+
+
 def result(folder: Path, **options: Any) -> dict[str, Any]:
     """What `trl_runs` found."""
     path = os.pathsep.join([str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    running = subprocess.Popen(
         [sys.executable, "-m", "tests.trl_runs", str(folder), json.dumps(options)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=900,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    try:
+        output, errors = running.communicate(timeout=RUN_SECONDS)
+    finally:
+        if running.poll() is None:  # it says where it hangs, and stops its server
+            running.terminate()
+            _, errors = running.communicate(timeout=60)
+            print(errors[-8000:], file=sys.stderr)
+    assert running.returncode == 0, errors[-4000:]
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert found["own"] == []
     for record, step in zip(found["log"], found["steps"], strict=True):
         ours = {k: v for k, v in record.items() if k.startswith("staleness/")}
@@ -796,8 +812,7 @@ def result(folder: Path, **options: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@with_a_server
 def test_every_token_of_a_run_with_full_weights(tmp_path: Path) -> None:
     """Log-probabilities, the server's spans and its cuts all say the same of each token."""
     found = result(tmp_path, lora=False, max_steps=5, max_inflight_tasks=8)
@@ -810,19 +825,15 @@ def test_every_token_of_a_run_with_full_weights(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@with_a_server
 def test_every_token_of_a_run_with_adapters(tmp_path: Path) -> None:
     """A call is of the adapter that it named, to its end."""
-    if importlib.util.find_spec("peft") is None:
-        pytest.skip("peft is not installed")
     verdict = result(tmp_path, lora=True, max_steps=5, max_inflight_tasks=8)["verdict"]
     assert verdict["covered"] == verdict["tokens"]
     assert verdict["mixed_rows"] == 0
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@with_a_server
 def test_a_server_without_the_middleware(tmp_path: Path) -> None:
     """Bounds hold the truth, and most tokens are covered all the same."""
     verdict = result(tmp_path, lora=False, middleware=False, max_steps=8, max_staleness=2)[

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from rl_staleness import StalenessCallback
 from rl_staleness.events import LARGEST
 from rl_staleness.integrations.vllm_http import VllmServerEngine
 from tests.watermark import END, MARGIN
@@ -263,13 +264,14 @@ def test_spans_that_the_response_carries(run: HttpRun) -> None:
     num_spans: list[int] = []
 
     async def one() -> None:
-        params = {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        params = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
         body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
         answers.append(await run.post("/inference/v1/generate", body))
 
     async def work() -> None:
         async with run.client(), run.pilot() as reached:
             rollouts = [asyncio.create_task(one()) for _ in range(20)]
+            await run.begun(20)
             for _ in range(2):
                 await reached(40)
                 await run.refit()
@@ -354,3 +356,23 @@ def test_a_restart(run: HttpRun) -> None:
     assert verdict.step.violations == 0
     assert verdict.online.covered == 10 * 50 + 10 * 150
     assert verdict.step.coverage == verdict.online.covered / verdict.online.tokens
+
+
+@pytest.mark.slow
+def test_several_front_ends(
+    watermark_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each sees its own requests alone: the server serves, and both sides say what to change."""
+    served = ServedOverHttp(watermark_model, api_server_count=2).wait()
+    try:
+        assert served.ask("GET", "/staleness") == 501
+        body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
+        assert served.ask("POST", "/v1/completions", body)["usage"]["completion_tokens"] == 5
+        engine = VllmServerEngine(served.url, name="server", api_key=KEY)
+        with StalenessCallback(engines=[engine], trace=tmp_path / "t.jsonl", sinks=()) as staleness:
+            staleness.start()
+        told = "start it with --api-server-count 1"
+        assert told in caplog.text
+        assert told in served.log()
+    finally:
+        served.stop()

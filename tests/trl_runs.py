@@ -11,9 +11,11 @@ object. The folder of the examples must be on the path.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import queue
+import signal
 import sys
 import time
 from pathlib import Path
@@ -159,6 +161,12 @@ def merged(segments: list[Segment]) -> list[int]:
     return [oldest for start, stop, oldest, _ in segments for _ in range(start, stop)]
 
 
+def given_up(*_: Any) -> None:
+    """Who started this waits no longer: say where it hangs, and stop the server on the way out."""
+    faulthandler.dump_traceback()
+    raise SystemExit("given up")
+
+
 def main() -> None:
     import trl_async_grpo as example
     import trl_on_cpu as cpu
@@ -166,6 +174,7 @@ def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     lora, middleware = options.pop("lora"), options.pop("middleware", True)
     logging.basicConfig(level=logging.WARNING)
+    signal.signal(signal.SIGTERM, given_up)
     cpu.use_cpu()
     path = cpu.write_model(folder / "model")
     staleness = StalenessCallback(trace=folder / "rollout_trace.jsonl", strict=True)

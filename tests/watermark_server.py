@@ -59,7 +59,9 @@ class ServedOverHttp:
             **({"middleware": MIDDLEWARE} if middleware else {}),
             **settings,
         }
-        command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
+        # Several front ends are the command's to start.
+        program = "cli.main serve" if "api_server_count" in settings else "openai.api_server"
+        command = [sys.executable, "-W", "ignore", "-m", *f"vllm.entrypoints.{program}".split()]
         for name, value in arguments.items():
             option = "--" + name.replace("_", "-")
             command += [option] if value is True else [option, str(value)]
