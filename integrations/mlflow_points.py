@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from rl_staleness.artifacts import LONGEST_REASON
+from rl_staleness.destinations import DestinationError
+from rl_staleness.events import LARGEST
 from rl_staleness.staleness import LOGGED, StepStaleness
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "client_of",
     "describe",
     "http_status",
+    "milliseconds",
     "one_line",
     "points_of",
     "refused_of",
@@ -116,11 +119,25 @@ def points_of(step: StepStaleness, summary: Summary, *, seconds: float) -> tuple
     summary.add(step.tokens_by_age)
     values = {**step.metrics(), **summary.metrics()}
     points = [
-        Point(key, number, int(seconds * 1000), step.step)
+        Point(key, number, milliseconds(seconds), step.step)
         for key, value in values.items()
         if (number := _finite(value)) is not None
     ]
     return points, len(values) - len(points)
+
+
+def milliseconds(seconds: float) -> int:
+    """A time as MLflow holds it.
+
+    Raises:
+        DestinationError: it is none that a database can hold.
+
+    >>> milliseconds(1.5)
+    1500
+    """
+    if not abs(seconds) < LARGEST / 1000:
+        raise DestinationError(f"time: {seconds:g} is none that MLflow can hold")
+    return int(seconds * 1000)
 
 
 def refused_of(run: Run, points: list[Point], *, tags: Mapping[str, str]) -> dict[str, str]:

@@ -21,10 +21,12 @@ from rl_staleness.integrations.mlflow_points import (
     Run,
     Summary,
     client_of,
+    milliseconds,
     one_line,
     points_of,
     refused_of,
 )
+from rl_staleness.printable import printable
 from rl_staleness.replay import Origin, origin_of
 from rl_staleness.resume import counted_steps
 
@@ -81,7 +83,7 @@ def replay(trace: str, *, run: str | None, tracking_uri: str | None) -> str:
         files = _attached(where, trace)
         if run is None and (brought or is_new):
             client_of(where.uri).set_terminated(
-                where.id, _STATUS.get(origin.status, "FAILED"), int(origin.ended * 1000)
+                where.id, _STATUS.get(origin.status, "FAILED"), milliseconds(origin.ended)
             )
     if not brought and files is None:
         return f"MLflow run {where.id}: all steps and files were there; nothing is changed"
@@ -144,8 +146,8 @@ def _made_for(origin: Origin, tracking_uri: str | None) -> Run:
     found = client.search_runs([experiment], f"tags.`{ORIGIN}` = '{origin.id}'")
     if found:
         return Run(uri, found[0].info.run_id)
-    tags = {ORIGIN: origin.id, "staleness.run": origin.run[:1000]}
-    started = int(origin.started * 1000)
+    tags = {ORIGIN: origin.id, "staleness.run": printable(origin.run, longest=1000)}
+    started = milliseconds(origin.started)
     made = client.create_run(experiment, start_time=started, tags=tags, run_name=origin.title)
     return Run(uri, made.info.run_id)
 

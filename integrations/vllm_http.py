@@ -40,7 +40,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rl_staleness.engines import Cut
-from rl_staleness.events import LARGEST, Call
+from rl_staleness.events import LARGEST, Call, Whole
+from rl_staleness.integrations.vllm_exchange import LONGEST_ERROR, exchanged
+from rl_staleness.printable import printable
 
 __all__ = ["Answer", "ServerError", "Transport", "VllmServerEngine", "understood"]
 
@@ -82,7 +84,7 @@ class Answer(msgspec.Struct):
     error: str = ""
     schema: int | None = None
     known: bool = True
-    first: int = 0
+    first: Whole = 0
     cuts: list[Counted] = []
     found: list[list[Found]] = []
     evidence: dict[str, Any] = {}
@@ -127,7 +129,7 @@ def understood(url: str, path: str, status: int, said: bytes, *, missing: str) -
     """
     try:
         answer = msgspec.json.decode(said, type=Answer)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         answer = Answer()
     if status == 200 and answer.boot:
         return answer
@@ -135,7 +137,8 @@ def understood(url: str, path: str, status: int, said: bytes, *, missing: str) -
         raise ServerError(f"{url}: the server has no such route: {missing}")
     if status in (502, 503, 504):  # something in front of it
         raise http.client.HTTPException(f"status {status}")
-    raise ServerError(f"{url}{path}: {answer.error or 'refused'} ({status})")
+    error = printable(answer.error, longest=LONGEST_ERROR) or "refused"
+    raise ServerError(f"{url}{path}: {error} ({status})")
 
 
 class VllmServerEngine:
@@ -281,6 +284,8 @@ class VllmServerEngine:
             try:
                 body = msgspec.json.encode({"ids": ids})
                 answer = self._server.ask("POST", "/calls", body, seconds=_left(end))
+                if len(answer.found) != len(ids):
+                    raise ServerError(f"{self._server.url}/calls: not an answer for each request")
                 found, self._first = answer.found, self._first or answer.first
                 self._silent = False
             except ServerError as error:
@@ -485,21 +490,14 @@ class _Server:
         body: bytes | None,
         seconds: float,
     ) -> tuple[int, bytes]:
-        connection.timeout = seconds
-        if connection.sock is not None:
-            connection.sock.settimeout(seconds)
-        try:
-            connection.request(method, self._root + path, body=body, headers=self._headers)
-            response = connection.getresponse()
-            said = response.read()
-        except BaseException:
-            connection.close()
-            raise
+        answer = exchanged(
+            connection, method, self._root + path, body, headers=self._headers, seconds=seconds
+        )
         try:
             self._idle.put_nowait(connection)
         except queue.Full:
             connection.close()
-        return response.status, said
+        return answer
 
 
 def _left(end: float) -> float:

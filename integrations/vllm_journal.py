@@ -35,6 +35,9 @@ __all__ = ["Conflict", "Journal", "KEPT_CALLS", "Request", "refusal"]
 KEPT_CALLS = 32_768
 """Finished calls that are kept for readers, some 40 MB; the oldest requests are forgotten first."""
 
+LONGEST_ID = 1024
+"""Characters; a request that a client gave a longer id is not kept."""
+
 KEPT_CUTS = 64
 """Pauses whose counts are kept."""
 
@@ -275,12 +278,15 @@ class Journal:
         """A request was answered, or its client is gone."""
         self._num_open -= 1
         request.is_open = False
-        if not request.capture.calls:
+        if not request.capture.calls or self._longest_name(request) > LONGEST_ID:
             self._forget(request)
             return
         self._closed.append(request)
         if len(self._closed) > 2 * self._num_running + 64:
             self._settle()
+
+    def _longest_name(self, request: Request) -> int:
+        return max(len(name) for name in (*request.ids, *(c.call for c in request.capture.calls)))
 
     def _settle(self) -> None:
         """Keep what has ended for its readers, up to the limit; looked at now and then."""

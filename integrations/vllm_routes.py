@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import sys
 from concurrent.futures import Future
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qs
 
 import msgspec
 
+from rl_staleness.events import LARGEST
 from rl_staleness.integrations.vllm_journal import Conflict, Journal
 
 __all__ = ["SCHEMA", "respond"]
@@ -28,15 +29,21 @@ class _NoRoute(LookupError):
     """Nothing is there."""
 
 
+_Word = Annotated[str, msgspec.Meta(max_length=256)]
+"""What is kept for long."""
+
+_Number = Annotated[int, msgspec.Meta(le=LARGEST)]
+
+
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
     """What a trainer says; each route needs some of it."""
 
-    run: str
-    refit: int
-    version: int = -1
-    mode: str = "keep"
+    run: _Word
+    refit: _Number
+    version: _Number = -1
+    mode: _Word = "keep"
     age: float = 0.0
-    first: int = 0
+    first: _Number = 0
 
 
 class _Ids(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,14 +89,20 @@ def _answer(
             requests, place = journal.finished(since=since, limit=limit)
             return {"requests": requests, "next": place, "forgotten": journal.forgotten}
         case "GET", "calls":
-            return {"found": journal.found(query["id"]), "first": journal.first}
+            return _found(journal, query["id"])
         case "POST", "calls":
-            ids = msgspec.json.decode(body, type=_Ids).ids
-            return {"found": journal.found(ids), "first": journal.first}
+            return _found(journal, msgspec.json.decode(body, type=_Ids).ids)
         case "POST", "start" | "mark" | "done" | "aborted":
             return _take(journal, route, msgspec.json.decode(body, type=_Said))
         case _:
             raise _NoRoute(f"no such route: {method} {route}")
+
+
+def _found(journal: Journal, ids: list[str]) -> dict[str, Any]:
+    """The calls of some requests; each once, so that no answer is larger than what is kept."""
+    if len(set(ids)) < len(ids):
+        raise ValueError("ids: one is named twice")
+    return {"found": journal.found(ids), "first": journal.first}
 
 
 def _take(journal: Journal, route: str, said: _Said) -> dict[str, Any]:

@@ -161,8 +161,9 @@ class StalenessMiddleware:
                     self._journal, scope["method"], route, query=query, body=said
                 )
         except _Refused as error:
-            answer = {"boot": getattr(self._journal, "boot", ""), "error": str(error)}
-            status, body = error.status, msgspec.json.encode(answer)
+            # A stranger is told nothing, not even whether the server was restarted.
+            boot = getattr(self._journal, "boot", "") if error.status != 401 else ""
+            status, body = error.status, msgspec.json.encode({"boot": boot, "error": str(error)})
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -21,6 +21,7 @@ from rl_staleness.destinations import DestinationError, Fetched, Logged, in_scra
 from rl_staleness.integrations.wandb_files import TYPE, attach
 from rl_staleness.integrations.wandb_rows import AXIS, HISTOGRAM, declare, row_of
 from rl_staleness.integrations.wandb_targets import NOTED, Target, existing, made_for, parts_of
+from rl_staleness.printable import printable
 from rl_staleness.replay import Origin, origin_of, timed_steps
 
 __all__ = ["fetch", "replay", "upload"]
@@ -108,7 +109,7 @@ def _brought(
     with _opened(wandb, target) as run:
         noted: dict[str, object] = {"attached": sorted({*target.attached, digest})}
         if origin is not None:
-            noted |= {"replay_of": origin.run, "started": origin.started}
+            noted |= {"replay_of": printable(origin.run, longest=1000), "started": origin.started}
         if missing:
             declare(run)
             _log_missing(wandb, run, trace, target)

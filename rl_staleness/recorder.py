@@ -13,6 +13,7 @@ from collections import Counter
 
 from rl_staleness.events import Event, RunStarted, TraceError, decode, encode
 from rl_staleness.ledger import Ledger
+from rl_staleness.printable import printable
 from rl_staleness.resume import counted_steps
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trace import TraceWriter, read
@@ -21,6 +22,9 @@ __all__ = ["Recorder"]
 
 LOGGED_A_NAME = 3
 """Violations of one name that are logged; the others are counted."""
+
+LONGEST_DETAIL = 300
+"""Characters of it that are logged: names of calls come from servers."""
 
 _log = logging.getLogger(__name__)
 
@@ -150,4 +154,5 @@ class Recorder:
         for name, detail in self.ledger.found:
             self.violations[name] += 1
             if self.violations[name] <= LOGGED_A_NAME:
-                _log.warning("rl_staleness: violation %s: %s", name, detail)
+                shown = printable(detail, longest=LONGEST_DETAIL)
+                _log.warning("rl_staleness: violation %s: %s", printable(name), shown)
