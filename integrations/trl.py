@@ -273,6 +273,8 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             },
             **self._options,
         )
+        # Rows that were queued when the process died are lost with its worker.
+        self._core.load_state_dict({}, waiting=())
         state.stateful_callbacks[SAVED] = self._saved()
         self._core.start()
         return self._core
