@@ -51,7 +51,7 @@ from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
 from rl_staleness.refit import Refit, engine_names
 from rl_staleness.resume import Saved, saved_of
-from rl_staleness.sinks import Sink, StepObserver, active_sinks
+from rl_staleness.sinks import Sink, Sinks, StepObserver
 from rl_staleness.staleness import StepStaleness
 
 __all__ = ["Group", "StalenessCallback"]
@@ -119,16 +119,8 @@ class StalenessCallback:
         self._timeout = timeout
         self._close_timeout = close_timeout
         engines = _several("engines", engines)
-        self._sinks = _several("sinks", sinks or ())
-        for sink in self._sinks:
-            if not (isinstance(sink, Sink) or callable(sink)):
-                raise ValueError(
-                    f"sinks: {sink!r} is none; it needs log and close, or to be called"
-                )
-        self._new_sinks = list(self._sinks)
-        self._active: dict[str, Sink] | None = {} if sinks is None else None
-        self._is_alone = False
         self._guard = Guard(strict=strict, timeout=timeout)
+        self._sinks = Sinks(None if sinks is None else _several("sinks", sinks), guard=self._guard)
         self._late_masks = late_masks
         self._clock = clock
         self._trace, self._given = trace, (run, version, step)
@@ -522,11 +514,8 @@ class StalenessCallback:
         """The trainer saved its state: attach the trace so far to the runs. Waits for nothing."""
         with self._guard("on_checkpoint"):
             self._ensure_started()
-            for sink in self._sinks:
-                attach = getattr(sink, "attach", None)
-                if attach is not None and self.trace is not None:
-                    with self._guard(_title(sink)):
-                        attach(self.trace)
+            if self.trace is not None:
+                self._sinks.attach(self.trace)
 
     # The end.
 
@@ -545,7 +534,7 @@ class StalenessCallback:
                 engine.detach()
         with self._guard("close"):
             self._recorder.close()
-        self._close_sinks()
+        self._sinks.close(self.trace, timeout=self._close_timeout)
         listed = "; ".join(f"{number} {what}" for what, number in self.missing().items())
         if listed:
             _log.warning("rl_staleness: %s", listed)
@@ -702,48 +691,7 @@ class StalenessCallback:
     def _notify(self, numbers: StepStaleness) -> None:
         for warning in self._limits.crossed(numbers, refits=self._pauses.num_done):
             _log.warning("rl_staleness: step %d: %s", numbers.step, warning)
-        if self._active is not None:
-            self._look_for_runs(self._active)
-        if self._new_sinks:
-            self._tell_past(numbers)
-        for sink in self._sinks:
-            with self._guard(_title(sink)):
-                if isinstance(sink, Sink):
-                    sink.log(numbers)
-                else:
-                    sink(numbers)
-
-    def _look_for_runs(self, active: dict[str, Sink]) -> None:
-        with self._guard("looking for active runs"):
-            for library, sink in active_sinks(active):
-                active[library] = sink
-                self._sinks.append(sink)
-                self._new_sinks.append(sink)
-            if not (active or self._is_alone):
-                self._is_alone = True
-                _log.warning(
-                    "rl_staleness: no W&B or MLflow run is active here: the numbers go to %s alone;"
-                    " for charts, start a run before, or pass sinks=",
-                    self.trace or "on_step's caller",
-                )
-
-    def _tell_past(self, numbers: StepStaleness) -> None:
-        """Tell new sinks that sum the run up what was trained before this step, ever."""
-        past = self._recorder.trained.copy()
-        past.subtract(numbers.tokens_by_age)
-        for sink in self._new_sinks:
-            if (resume := getattr(sink, "resume", None)) is not None:
-                with self._guard(_title(sink)):
-                    resume(+past)
-        self._new_sinks.clear()
-
-    def _close_sinks(self) -> None:
-        for sink in self._sinks:
-            if isinstance(sink, Sink):
-                with self._guard(_title(sink)):
-                    undelivered = sink.close(trace=self.trace, timeout=self._close_timeout)
-                    if undelivered is not None:
-                        _log.warning("rl_staleness: %s: %s", _title(sink), undelivered)
+        self._sinks.log(numbers, trained=self._recorder.trained, trace=self.trace)
 
 
 def _several(name: str, given: Iterable[Any]) -> list[Any]:
@@ -766,7 +714,3 @@ def _calls(calls: Iterable[Any]) -> list[LiveCall | Call]:
         if not isinstance(call, (Call, LiveCall)):
             raise TypeError(f"calls: {call!r} is no call; pass rl_staleness.Call(...) records")
     return listed
-
-
-def _title(sink: Sink | StepObserver) -> str:
-    return f"sink {getattr(sink, '__qualname__', type(sink).__qualname__)}"
