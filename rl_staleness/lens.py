@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rl_staleness.definitions import DEFINITIONS, GroupRow, Row, Rows
-from rl_staleness.events import RefitDone, RunStarted, StepTrained
+from rl_staleness.events import LARGEST, RefitDone, RunStarted, StepTrained
 from rl_staleness.ledger import Ledger
 from rl_staleness.staleness import StepStaleness, Versions
 from rl_staleness.trace import numbered_events
@@ -205,7 +205,7 @@ def _rows_of(event: StepTrained, groups: Trained, counters: _Counters) -> Rows |
 def _group_row(group: GroupTokens) -> GroupRow:
     said = group.about.get("prompt_tokens")
     prompts = counts_by_name(said)
-    same = said if type(said) is int and said >= 0 else None
+    same = _whole(said)
     rows = [
         _call_row(c, same if prompts is None else prompts.get(c.call.call)) for c in group.calls
     ]
@@ -249,4 +249,4 @@ def _call_row(call: CallTokens, prompt: int | None) -> Row:
 
 
 def _whole(said: object) -> int | None:
-    return said if isinstance(said, int) and not isinstance(said, bool) and said >= 0 else None
+    return said if type(said) is int and 0 <= said <= LARGEST else None

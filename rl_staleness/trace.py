@@ -14,6 +14,7 @@ import fcntl
 import gzip
 import io
 import logging
+import math
 import os
 import weakref
 import zlib
@@ -32,6 +33,14 @@ __all__ = ["TraceWriter", "numbered_events", "read", "steps"]
 
 LONGEST_LINE = 1 << 26
 """Bytes; a longer line is an error, so that rubbish cannot fill the memory."""
+
+MOST_UNPACKED = 100
+"""Times the size of a packed trace that it may hold: real ones hold ten times as much, and what was
+made to fill a memory a thousand times."""
+
+_TOO_LARGE = (
+    f"the file unpacks to more than {MOST_UNPACKED} times its size; gunzip it if you trust it"
+)
 
 _FIRST = b'{"event":"run_started"'
 """What a trace begins with, also one whose first line is torn."""
@@ -62,9 +71,13 @@ def numbered_events(
     """
     number = 0
     with _opened(path) as file:
+        left = _most_bytes(path)
         lines = iter(partial(file.readline, LONGEST_LINE), b"")
         try:
             for number, line in enumerate(lines, start=1):
+                left -= len(line)
+                if left < 0:
+                    raise TraceError(f"{path}:{number}: line: {_TOO_LARGE}")
                 if len(line) >= LONGEST_LINE and not line.endswith(b"\n"):
                     raise TraceError(f"{path}:{number}: line: longer than {LONGEST_LINE} bytes")
                 try:
@@ -221,6 +234,13 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
     if os.fspath(path).endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)
+
+
+def _most_bytes(path: str | os.PathLike[str]) -> float:
+    """What may be read of a file."""
+    if not os.fspath(path).endswith(".gz"):
+        return math.inf
+    return max(LONGEST_LINE, MOST_UNPACKED * os.stat(path).st_size)
 
 
 def _log_torn(path: str | os.PathLike[str], number: int, size: int) -> None:
