@@ -94,7 +94,8 @@ class Pauses:
         self._paused: dict[str, _Pause] = {}
         self._started: dict[str, int] = {}
         self._last_noticed: dict[str, int] = {}
-        self._stuck: dict[str, set[int]] = {}
+        self._stuck: dict[str, list[tuple[int, int]]] = {}
+        """First and last of the numbers that an engine may have gone on with when it should not."""
         self._unlabelled: dict[str, set[int]] = {}
         self._clerk: ThreadPoolExecutor | None = None
         self._writing: list[Future[None]] = []
@@ -210,6 +211,8 @@ class Pauses:
                 self._violation("refit_aborted_without_pause", f"engine {name!r} was not paused")
                 continue
             pause.cut_due = False
+            if pause.noticed is not None and _succeeded(pause.noticed):
+                self._last_noticed[name] = pause.refit
             self._record(
                 RefitAborted(
                     time=self._clock(),
@@ -230,8 +233,11 @@ class Pauses:
         An engine that did not take notice of a refit goes on counting from the one before, and
         labels what it generates with the version from before.
         """
-        stuck = self._stuck.get(engine, ())
-        numbers = after in stuck or until in stuck
+        numbers = any(
+            number is not None and oldest <= number <= newest
+            for oldest, newest in self._stuck.get(engine, ())
+            for number in (after, until)
+        )
         first, last = after or 0, LARGEST if until is None else until
         spans = numbers or any(first <= n <= last for n in self._unlabelled.get(engine, ()))
         return numbers, spans
@@ -248,9 +254,16 @@ class Pauses:
             self._unlabelled.setdefault(name, set()).add(pause.refit)
 
     def _miss(self, name: str, refit: int) -> None:
-        """An attached engine does not know of this refit: it goes on as if there was none."""
+        """An attached engine does not know of this refit: it goes on as if there was none.
+
+        Which number it goes on with is not known either: what it was told of the refits since the
+        last one that it took notice of in time may have come late.
+        """
         before = self._last_noticed.get(name, self._started.get(name, 0))
-        self._stuck.setdefault(name, set()).add(before)
+        stuck = self._stuck.setdefault(name, [])
+        if stuck and stuck[-1][0] == before:
+            stuck.pop()
+        stuck.append((before, refit - 1))
         self._unlabelled.setdefault(name, set()).add(refit)
 
     def _deliver(self, name: str, pause: _Pause, cut: Cut | None) -> None:
