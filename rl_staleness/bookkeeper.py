@@ -192,7 +192,8 @@ class Bookkeeper:
             self._sums = Counter({v: n for v, n in self._sums.items() if v >= oldest})
 
     def _take_cut(self, event: RefitCut, cut: _Cut) -> None:
-        if event.generated is not None and event.generated < (cut.generated or 0):
+        fell = event.generated is not None and event.generated < (cut.generated or 0)
+        if fell and event.refit > cut.refit:  # a repeated cut replaces the first
             self._open["an engine's counter fell: it was attached anew"] = None
         cut.generated = event.generated
         cut.refit, cut.exact = event.refit, event.exact is not False

@@ -661,6 +661,25 @@ def test_summed_tokens_of_many_versions(file: Path) -> None:
     assert (balance.lost_lo, balance.lost_hi) == (0, 3)
 
 
+def test_summed_tokens_of_an_engine_that_lags_behind(file: Path) -> None:
+    """One engine has the version of the start for good: it may have made them at any time."""
+    lines = [start(engines={"e": 0, "f": 0}), cut(1, engine="f", version=0, generated=0)]
+    lines += [done(1, engine="f", version=0), published("s", tokens={"0": 3})]
+    for n in range(1, 80):
+        lines += [published(f"s{n}", tokens={str(n): 0, str(n + 100): 1})]
+        lines += [step(n, n - 1), cut(n, generated=0), done(n)]
+    balance = examined(file, *lines, end()).balance
+    assert balance.undecided == 3
+
+
+def test_a_repeated_cut_replaces_the_first(file: Path) -> None:
+    """Its counts and its counter are the ones that count."""
+    first, second = cut(1, {"c": 80}, generated=90), cut(1, {"c": 30}, generated=40)
+    lines = [*SOUND[:3], first, second, done(1), *SOUND[5:]]
+    balance = examined(file, *lines).balance
+    assert (balance.generated, balance.after, balance.lost_lo) == (40, 60, 0)
+
+
 def test_no_less_than_nothing_is_lost(file: Path) -> None:
     """Where undecided tokens leave room for it, the bound is 0."""
     doubtful = published("g", call("d", 20, 0))
@@ -760,6 +779,10 @@ def test_rolled_back_tokens_have_no_age(file: Path) -> None:
     balance = examined(file, *lines).balance
     assert (balance.trained.tokens, balance.trained.without_age) == (15, 10)
     assert balance.trained.mean_age == 1
+    assert balance.masked.tokens == 0
+    half = published("g", call("c", 5, 2, trained=[[3, 5]]), restored=True)
+    balance = examined(file, start(), start(incarnation=1), half, step(1, 0, "g")).balance
+    assert (balance.trained.without_age, balance.masked.without_age) == (2, 3)
 
 
 def test_what_an_engine_counts_comes_into_the_trace(tmp_path: Path) -> None:
@@ -790,7 +813,7 @@ def refitted(version: int, *more: Line, counts: dict[str, int] | None = None) ->
 CUT_AT_100 = refitted(
     2,
     published("g", call("c", 400, 1, after=1, until=2)),
-    published("s", tokens={"1": 7}),
+    published("s", call("s", 7, 1, after=1, until=1)),
     step(3, 2, "g", "s"),
     counts={"c": 100},
 )
@@ -830,13 +853,12 @@ SEQUENCES: dict[str, tuple[list[Line], float, float, int]] = {
     ),
     "no_queue": (
         [
-            start(),
-            published("g", tokens={"0": 9}),
-            *refitted(4)[1:],
+            *refitted(2, published("g", tokens={"0": 9, "2": 9})),
+            *refitted(4)[7:],
             published("h", tokens={"4": 9}),
             step(5, 4, "g", "h"),
         ],
-        0.0,
+        18 / 27,
         2.0,
         1,
     ),
@@ -845,11 +867,11 @@ SEQUENCES: dict[str, tuple[list[Line], float, float, int]] = {
             start(),
             published("g", tokens={"0": 9}),
             published("h", tokens={"0": 9}),
-            step(1, 0, batches=[[], [], [], ["g"]]),
-            step(2, 4, batches=[["h"]]),
+            step(1, 0, batches=[[], ["g"]]),
+            step(2, 2, batches=[["h"]]),
         ],
-        2.0,
-        3.5,
+        1.0,
+        1.5,
         1,
     ),
     "in_refits": (
