@@ -81,9 +81,9 @@ def content_of(
         )
         numbers, spans = in_doubt(record.engine, record.after, record.until)
         if numbers:
-            record = msgspec.structs.replace(record, after=None, until=None, spans=None)
-        elif spans and record.spans is not None:
-            record = msgspec.structs.replace(record, spans=None)
+            record = msgspec.structs.replace(record, after=None, until=None)
+        if numbers or spans:
+            record = msgspec.structs.replace(record, spans=_bounds(record))
         listed.append(record)
     return Content({v: n for v, n in tokens.items() if n}, tuple(listed))
 
@@ -91,6 +91,11 @@ def content_of(
 def mask_of(ranges: Sequence[Sequence[int]]) -> Mask:
     """Freeze a loss mask: ``[start, stop)`` ranges, in tokens of the call."""
     return tuple((start, stop) for start, stop in ranges)
+
+
+def _bounds(record: Call) -> tuple[tuple[int, ...], ...] | None:
+    """What a call's spans leave open; that an engine does not know a version is never in doubt."""
+    return tuple(span for span in record.spans or () if len(span) == 4) or None
 
 
 def _is_settled(kind: _Kind, sole_version: SoleVersion, in_doubt: InDoubt) -> bool:
