@@ -199,6 +199,7 @@ class StalenessCallback:
             record = written(
                 call,
                 masks={},
+                in_doubt=self._pauses.in_doubt,
                 policy_version=self.version,
                 engine_version=ledger.engine_version,
             )

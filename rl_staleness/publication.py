@@ -77,13 +77,12 @@ def content_of(
                 tokens[call.version] = tokens.get(call.version, 0) + call.tokens
                 continue
         record = written(
-            call, masks=masks, policy_version=policy_version, engine_version=engine_version
+            call,
+            masks=masks,
+            in_doubt=in_doubt,
+            policy_version=policy_version,
+            engine_version=engine_version,
         )
-        numbers, spans = in_doubt(record.engine, record.after, record.until)
-        if numbers:
-            record = msgspec.structs.replace(record, after=None, until=None)
-        if numbers or spans:
-            record = msgspec.structs.replace(record, spans=_bounds(record))
         listed.append(record)
     return Content({v: n for v, n in tokens.items() if n}, tuple(listed))
 
@@ -117,9 +116,14 @@ def _has_only_tokens(call: LiveCall | Call) -> bool:
 
 
 def written(
-    call: LiveCall | Call, *, masks: Masks, policy_version: int, engine_version: EngineVersion
+    call: LiveCall | Call,
+    *,
+    masks: Masks,
+    in_doubt: InDoubt,
+    policy_version: int,
+    engine_version: EngineVersion,
 ) -> Call:
-    """A call as it is written: with its mask, and with nothing newer than the policy.
+    """A call as it is written: with its mask, and with nothing in doubt or newer than the policy.
 
     Args:
         engine_version: of an engine now. A call that began before its engine heard of the run has
@@ -138,4 +142,9 @@ def written(
         if record.after is None:
             version = engine_version(record.engine)
             record = msgspec.structs.replace(record, version=version)
+    numbers, spans = in_doubt(record.engine, record.after, record.until)
+    if numbers:
+        record = msgspec.structs.replace(record, after=None, until=None)
+    if numbers or spans:
+        record = msgspec.structs.replace(record, spans=_bounds(record))
     return record
