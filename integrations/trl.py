@@ -24,12 +24,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import logging
 import os
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -490,20 +487,17 @@ def _server_of(trainer: Any) -> Engine | None:
     """The middleware of the trainer's server; None, and one line, where it has none."""
     http = import_module("rl_staleness.integrations.vllm_http")
     url = str(getattr(trainer.vllm_client, "server_url", ""))
-    said = f"start it with --middleware {http.MIDDLEWARE}"
     try:
-        with urllib.request.urlopen(f"{url}/staleness", timeout=5) as response:
-            json.load(response)
-        return http.VllmServerEngine(url, name="vllm")  # type: ignore[no-any-return]
-    except urllib.error.HTTPError as error:
-        if error.code != 404:
-            said = error.read().decode(errors="replace")
-    except (OSError, ValueError) as error:
+        engine = http.VllmServerEngine(url, name="vllm")
+        said = engine.problem(timeout=5.0)
+        if said is None:
+            return engine  # type: ignore[no-any-return]
+    except ValueError as error:
         said = str(error)
     _log.warning(
         "rl_staleness: the vLLM server at %s does not say where syncs cut its running calls: their"
         " tokens have bounds, see staleness/coverage: %s",
-        url,
+        url.rpartition("@")[2],  # without a password
         said,
     )
     return None

@@ -227,6 +227,14 @@ class VllmServerEngine:
             self._inbox.put(None)
         self._server.close()
 
+    def problem(self, *, timeout: float = 5.0) -> str | None:
+        """Why the server does not answer, in one line; None: it does."""
+        try:
+            self._server.ask("GET", "", None, seconds=timeout)
+        except (ServerError, OSError, http.client.HTTPException) as error:
+            return _said(error)
+        return None
+
     async def selftest(self, *, timeout: float = 30.0) -> Mapping[str, Any]:
         """Have the server run a call of a few tokens, and say what evidence it gives.
 
@@ -445,7 +453,8 @@ class _Server:
         except ValueError:
             port, known = None, False
         if not known or parts.hostname is None:
-            raise ValueError(f"url: {url!r} is none of a server; pass one like http://host:8000")
+            shown = url.rpartition("@")[2]  # without a password
+            raise ValueError(f"url: {shown!r} is none of a server; pass one like http://host:8000")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("api_key: it cannot stand in a header")
         path = parts.path.rstrip("/")
