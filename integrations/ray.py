@@ -16,12 +16,15 @@ actor costs its own calls their coverage and holds up nobody else.
 
 from __future__ import annotations
 
+import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -42,6 +45,8 @@ INSIDE_SECONDS = 2.0
 
 KEPT = 16
 """Counts that an actor keeps, in refits: the driver fetches them long before."""
+
+_log = logging.getLogger(__name__)
 
 
 class RayEngine:
@@ -75,6 +80,7 @@ class RayEngine:
         """By refit whose counts are not there yet."""
         self._marked: dict[int, float] = {}
         """Those of them that the actor was marked for, and until when they are waited for."""
+        self._boot = ""
         self._inbox: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -135,14 +141,14 @@ class RayEngine:
                 self._thread = threading.Thread(target=self._listen, daemon=True)
                 self._thread.start()
         request = _Request(self._attribute, self._name, operation, refit, arguments, wanted)
-        answer: Future[dict[int, Cut | None]] = Future()
+        answer: Future[_Said] = Future()
         try:
             call = self._actor.__ray_call__.options(**self._options)
             answer = call.remote(_serve, request).future()
         except RayError as error:
             answer.set_exception(error)
         answer.add_done_callback(
-            lambda cuts: self._inbox.put(_Answer(operation, refit, cuts, taken))
+            lambda said: self._inbox.put(_Answer(operation, refit, said, taken))
         )
         return taken
 
@@ -175,14 +181,26 @@ class RayEngine:
     def _take(self, answer: _Answer) -> None:
         """Deliver what came with an answer; raise what the request raised."""
         if answer.operation == "mark":
-            if answer.cuts.exception() is not None:
+            if answer.said.exception() is not None:
                 self._deliver(answer.refit, None)
             with self._lock:
                 if answer.refit in self._receivers:
                     self._marked[answer.refit] = time.monotonic() + self._patience
-        for refit, cut in answer.cuts.result().items():
+        said = answer.said.result()
+        self._note_boot(said.boot, begun=answer.operation == "start")
+        for refit, cut in said.cuts.items():
             if refit in self._marked:
                 self._deliver(refit, cut)
+
+    def _note_boot(self, boot: str, *, begun: bool) -> None:
+        """An engine that was restarted has lost its calls, and the counts of before."""
+        before, self._boot = self._boot, boot
+        if not begun and before not in ("", boot):
+            _log.warning(
+                "rl_staleness: engine %r: the actor was restarted: the calls it had are lost, and"
+                " of new ones no version is known until the next refit is done",
+                self._name,
+            )
 
     def _give_up(self) -> None:
         with self._lock:
@@ -205,12 +223,22 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
+class _Said:
+    """What the actor answers."""
+
+    boot: str
+    """Another one after a restart."""
+    cuts: dict[int, Cut | None]
+    """Those of the wanted ones that are there by now."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Answer:
     """What came back from it."""
 
     operation: Operation
     refit: int
-    cuts: Future[dict[int, Cut | None]]
+    said: Future[_Said]
     taken: Future[None]
     """What the driver was given to wait for."""
 
@@ -219,6 +247,7 @@ class _Answer:
 class _Seat:
     """What the actor's process knows of one engine in it: nothing, right after a restart."""
 
+    boot: str = field(default_factory=partial(secrets.token_hex, 8))
     known: bool = False
     """The engine was told its version."""
     paused_for: int = 0
@@ -230,7 +259,7 @@ class _Seat:
 _seats: WeakKeyDictionary[Engine, _Seat] = WeakKeyDictionary()
 
 
-def _serve(actor: object, request: _Request) -> dict[int, Cut | None]:
+def _serve(actor: object, request: _Request) -> _Said:
     """Carry out a request in the actor, and say which of the wanted counts are there by now.
 
     Ray runs it beside the event loop of an async actor. It does not wait for counts: they may be
@@ -246,7 +275,7 @@ def _serve(actor: object, request: _Request) -> dict[int, Cut | None]:
         taken.result(timeout=INSIDE_SECONDS)
     lost: list[Cut | None] = [None]  # in a restart
     counts = [(refit, seat.counts.get(refit, lost)) for refit in request.wanted]
-    return {refit: delivered[0] for refit, delivered in counts if delivered}
+    return _Said(seat.boot, {refit: delivered[0] for refit, delivered in counts if delivered})
 
 
 def _pass_on(engine: Engine, seat: _Seat, request: _Request) -> Future[None] | None:
