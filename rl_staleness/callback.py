@@ -46,7 +46,7 @@ from rl_staleness.guard import Guard
 from rl_staleness.incarnation import Incarnation, is_count
 from rl_staleness.limits import Limits
 from rl_staleness.pauses import Answer, Cuts, Pauses
-from rl_staleness.publication import Content, Masks, content_of, mask_of, written
+from rl_staleness.publication import Content, Masks, about_of, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
 from rl_staleness.refit import Refit, engine_names
@@ -346,7 +346,7 @@ class StalenessCallback:
                         calls=content.calls,
                         unknown=unknown or None,
                         restored=restored or None,
-                        about=dict(about) if about else None,
+                        about=about_of(content, about),
                     )
                 )
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rl_staleness.engines import LiveCall
 from rl_staleness.events import LARGEST, Call, Mask
 
-__all__ = ["Content", "InDoubt", "Masks", "content_of", "mask_of", "written"]
+__all__ = ["Content", "InDoubt", "Masks", "about_of", "content_of", "mask_of", "written"]
 
 Masks = Mapping[str, Sequence[Sequence[int]]]
 """Trained ``[start, stop)`` ranges by call name."""
@@ -42,6 +42,8 @@ class Content(NamedTuple):
 
     tokens: dict[int, int]
     calls: tuple[Call, ...]
+    num_summed: dict[int, int] = {}  # noqa: RUF012  # never written to
+    """Calls that were summed up, by version: what a mean over calls needs beside their tokens."""
 
 
 def content_of(
@@ -66,6 +68,7 @@ def content_of(
     if len(set(map(_CALL, calls))) < len(calls):
         sum_up = False  # a name that stands twice is a violation, not to be hidden in a sum
     tokens: dict[int, int] = {}
+    num_summed: dict[int, int] = {}
     listed: list[Call] = []
     settled: dict[_Kind, bool] = {}
     for call in calls:
@@ -74,7 +77,9 @@ def content_of(
             if kind not in settled:
                 settled[kind] = _is_settled(kind, sole_version, in_doubt)
             if settled[kind] and _has_only_tokens(call):
-                tokens[call.version] = tokens.get(call.version, 0) + call.tokens
+                if call.tokens:
+                    tokens[call.version] = tokens.get(call.version, 0) + call.tokens
+                    num_summed[call.version] = num_summed.get(call.version, 0) + 1
                 continue
         record = written(
             call,
@@ -84,7 +89,14 @@ def content_of(
             engine_version=engine_version,
         )
         listed.append(record)
-    return Content({v: n for v, n in tokens.items() if n}, tuple(listed))
+    return Content(tokens, tuple(listed), num_summed)
+
+
+def about_of(content: Content, said: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a trainer said of a group, and how many calls were summed up; None: nothing."""
+    if not content.num_summed:
+        return dict(said) if said else None
+    return {"summed_calls": content.num_summed, **(said or {})}
 
 
 def mask_of(ranges: Sequence[Sequence[int]]) -> Mask:

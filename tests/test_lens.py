@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_staleness import lens
+from rl_staleness import Call, StalenessCallback, lens
 from rl_staleness.definitions import (
     DEFINITIONS,
     NEEDS_CALLS,
@@ -454,3 +454,22 @@ def test_an_unreadable_trace(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     file.write_text("{}\n")
     status, out, err = run(capsys, "lens", str(file))
     assert (status, out, len(err.splitlines())) == (2, "", 1)
+
+
+def test_a_run_of_the_callback_says_how_many_calls_it_summed(file: Path) -> None:
+    """Two calls of version 0, a longer one of version 1: a mean over calls is none over tokens."""
+    with StalenessCallback(trace=file, sinks=[]) as staleness:
+        short = [
+            Call(call=name, engine="engine", version=0, tokens=n, after=0, until=0)
+            for name, n in (("a", 10), ("b", 30), ("none", 0))
+        ]
+        staleness.on_publish("old", calls=short, about={"rewards": [0.5]})
+        staleness.on_step([])
+        staleness.on_refit_paused(cuts={"engine": {}})
+        staleness.on_refit_done()
+        long = Call(call="c", engine="engine", version=1, tokens=60, after=1, until=1)
+        staleness.on_publish("new", calls=[long])
+        staleness.on_step(["old", "new"])
+    found = list(lens.look(file))[-1]
+    assert found.numbers.batch_age == 0.4
+    assert found.values["verl"] == pytest.approx(2 / 3)
