@@ -22,16 +22,9 @@ import pytest
 
 from rl_staleness.callback import StalenessCallback
 from rl_staleness.integrations import verl
-from rl_staleness.integrations.verl import (
-    FIELD,
-    Attempt,
-    Measurement,
-    Row,
-    aligned,
-    evidence,
-    measured,
-    minibatches,
-)
+from rl_staleness.integrations.verl import FIELD, measured
+from rl_staleness.integrations.verl_measurement import STATE, Measurement, Row
+from rl_staleness.integrations.verl_rows import Attempt, aligned, evidence, minibatches
 from tests import verl_fakes as fakes
 
 ROOT = Path(__file__).parents[1]
@@ -289,7 +282,7 @@ def test_rows_of_before_a_restart_have_the_versions_of_the_checkpoint(tmp_path: 
         pass
     late = row(made, "v_0_0", (1, 4))
     made.save(tmp_path / "global_step_1")
-    state = json.loads((tmp_path / "global_step_1" / verl.STATE).read_text())
+    state = json.loads((tmp_path / "global_step_1" / STATE).read_text())
     assert state == {"version": 2, "labels": {"0": 0, "1": 2}, "run": "r"}
     made.close("finished")
 
@@ -383,7 +376,7 @@ def test_a_run_of_the_trainer_is_measured(
     ]
     assert [e["version"] for e in lines if e["event"] == "refit_done"] == [0, 2, 4]
     assert lines[-1] == {**lines[-1], "event": "run_finished", "status": "finished"}
-    state = json.loads((tmp_path / "global_step_2" / verl.STATE).read_text())
+    state = json.loads((tmp_path / "global_step_2" / STATE).read_text())
     assert (state["version"], state["labels"]) == (4, {"0": 0, "1": 2})
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
