@@ -45,14 +45,13 @@ from typing import Any, Literal, TypeAlias
 
 from rl_staleness.engines import Capture, Cut, LiveCall, captured, capturing
 from rl_staleness.events import LARGEST
+from rl_staleness.integrations.vllm_labels import Labels, remember
+from rl_staleness.integrations.vllm_markers import PendingCut, Place
 
 __all__ = ["Evidence", "VllmEngine"]
 
 TESTED = ("0.29.", "0.30.", "0.31.", "0.32.")
 """The sources of these were read; the first and the last are tested token by token."""
-
-MAX_NAMES = 1024
-"""Labels and adapters remembered: of a call that began so many refits ago no spans are known."""
 
 _Kv: TypeAlias = Literal["kept", "recomputed"] | None
 
@@ -102,101 +101,6 @@ class _Running(LiveCall):
     """No label of its tokens is in doubt."""
 
 
-@dataclass(slots=True)
-class _Labels:
-    """What the engine's labels say about versions, and whether they can be believed."""
-
-    versions: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
-    """By label; None where it was given to several versions, or at no known place."""
-    current: str | None = None
-    """The label of the weights that generate."""
-    due: bool = False
-    """The first one waits for the engine's loop."""
-    of_trainer: str | None = None
-    """Set by the trainer itself since the last pause."""
-    believed: bool = False
-    """None is on its way, and the last one was set in a pause."""
-    failed: bool = False
-    """The engine refused one."""
-
-    def learn(self, label: str, version: int | None) -> None:
-        """Note which version carries a label."""
-        known = self.versions.get(label, version)
-        _remember(self.versions, label, version if known == version else None)
-
-    def spans(self, running: _Running, tokens: int) -> tuple[tuple[int, ...], ...] | None:
-        """What vLLM's labels say of a call; None if they cannot be believed."""
-        if not (self.believed and running.labelled):
-            return None
-        starts = getattr(running.state, "weight_version_starts", None)  # vLLM 0.32 and later
-        if not (starts and tokens):
-            return None
-        if len(starts) > 1 or starts[0][1]:
-            return spans_from_labels(starts, tokens, self.versions)
-        version = self.versions.get(starts[0][0])
-        return None if version is None else ((starts[0][1], tokens, version),)
-
-
-def spans_from_labels(
-    starts: Sequence[tuple[str, int]], tokens: int, versions: Mapping[str, int | None]
-) -> tuple[tuple[int, ...], ...] | None:
-    """Turn vLLM's (label, first token) pairs into spans; None where a label says no version.
-
-    >>> spans_from_labels([("0", 0), ("2", 30)], 90, {"0": 0, "2": 2})
-    ((0, 30, 0), (30, 90, 2))
-    """
-    spans: list[tuple[int, ...]] = []
-    stop = tokens
-    for label, start in reversed(starts):
-        version = versions.get(label)
-        if version is None:
-            return None
-        if start < stop:  # else a stop string took all of it away
-            spans.append((start, stop, version))
-            stop = start
-    return tuple(reversed(spans)) or None
-
-
-class _PendingCut:
-    """Joins what a cut takes: the counts at the marker, and that the engine was paused there."""
-
-    def __init__(self, deliver: Callable[[Cut | None], None]) -> None:
-        self._deliver: Callable[[Cut | None], None] | None = deliver
-        self._cut: Cut | None = None
-        self.paused = False
-        """The engine said so."""
-
-    def counted(self, cut: Cut) -> None:
-        self._cut = cut
-        if self.paused:
-            self.finish(cut)
-
-    def answered(self, *, paused: bool) -> None:
-        self.paused = paused
-        if self._cut is not None or not paused:
-            self.finish(self._cut if paused else None)
-
-    def finish(self, cut: Cut | None) -> None:
-        """Deliver, the first time."""
-        deliver, self._deliver = self._deliver, None
-        if deliver is not None:
-            deliver(cut)
-
-
-class _Place(list[Any]):
-    """The outputs of a batch that has none: says when the output handler looks at them."""
-
-    def __init__(self, reached: Callable[[], object]) -> None:
-        super().__init__()
-        self._reached: Callable[[], object] | None = reached
-
-    def __len__(self) -> int:
-        reached, self._reached = self._reached, None
-        if reached is not None:
-            reached()
-        return 0
-
-
 _submitted: ContextVar[Sequence[_Running]] = ContextVar("rl_staleness_vllm", default=())
 """The calls of the request that this task is just submitting, in the order of their indices."""
 
@@ -242,7 +146,7 @@ class VllmEngine:
         self._open = False  # that refit is neither done nor aborted
         self._version_ahead: int | None = 0
         self._kv: _Kv = None
-        self._labels = _Labels()
+        self._labels = Labels()
 
         self._boot = secrets.token_hex(3)
         self._num_calls = 0
@@ -293,7 +197,7 @@ class VllmEngine:
         self._begun_late.clear()
         self._marker_reached = False
         self._labels.of_trainer, self._labels.believed = None, False
-        pending = _PendingCut(deliver)
+        pending = PendingCut(deliver)
         return self.submit(partial(self._take_cut, refit, pending), partial(pending.finish, None))
 
     def announce(self, refit: int, *, version: int) -> None:
@@ -484,7 +388,7 @@ class VllmEngine:
         if self._open and self._marker_reached:
             running.labelled = False  # generation went on before the new version was told
         if running.spans is None:
-            running.spans = self._labels.spans(running, tokens)
+            running.spans = self._labels.spans(running.state, tokens) if running.labelled else None
         else:
             running.spans = ((0, tokens, *running.spans[0][2:]),) if tokens else None
         running.state = running.adapter = None  # whoever keeps the call does not keep them
@@ -493,7 +397,7 @@ class VllmEngine:
 
     # Cuts, on the engine's own thread.
 
-    def _take_cut(self, refit: int, pending: _PendingCut) -> None:
+    def _take_cut(self, refit: int, pending: PendingCut) -> None:
         """Have the calls counted at the marker, and ask whether the engine is paused."""
         kv, self._kv = self._kv, None
         if self._blocks or self._own_loop() is None:
@@ -509,7 +413,7 @@ class VllmEngine:
             answered = partial(self._heard_of_pause, refit, pending, kv)
             self._ask("is_scheduler_paused", then=answered)
 
-    def _heard_of_pause(self, refit: int, pending: _PendingCut, kv: _Kv, answer: object) -> None:
+    def _heard_of_pause(self, refit: int, pending: PendingCut, kv: _Kv, answer: object) -> None:
         """The engine answered whether it is paused."""
         paused = answer is True
         still = self._open and self._refit == refit
@@ -525,12 +429,12 @@ class VllmEngine:
             pending.finish(None)
         pending.answered(paused=paused)
 
-    def _count_at_marker(self, refit: int, pending: _PendingCut, kv: _Kv, *, exact: bool) -> None:
+    def _count_at_marker(self, refit: int, pending: PendingCut, kv: _Kv, *, exact: bool) -> None:
         reached = partial(self._reached, refit, pending, kv, exact=exact)
         if not self._put_marker(reached):
             pending.counted(self._count(refit, kv, exact=False))
 
-    def _reached(self, refit: int, pending: _PendingCut, kv: _Kv, *, exact: bool) -> None:
+    def _reached(self, refit: int, pending: PendingCut, kv: _Kv, *, exact: bool) -> None:
         self._marker_reached = True
         pending.counted(self._count(refit, kv, exact=exact))
 
@@ -550,7 +454,7 @@ class VllmEngine:
         batch = _vllm("v1.engine").EngineCoreOutputs
         # Loggers know the engines that this client manages; 0 need not be one of them.
         ranks = getattr(self._core, "engine_ranks_managed", None) or [0]
-        outputs = _Place(partial(self._guarded, reached))
+        outputs = Place(partial(self._guarded, reached))
         queue.put_nowait(batch(engine_index=ranks[0], outputs=outputs))
         return True
 
@@ -703,7 +607,7 @@ class VllmEngine:
             if running.adapter is not None and running.adapter.lora_int_id == number:
                 running.spans = ((0, LARGEST, 0, LARGEST),)
         loaded = (self._refit, self._version_ahead) if self._open else (self._refit, None)
-        _remember(self._adapters, number, loaded)
+        remember(self._adapters, number, loaded)
 
     def _note_removed(self, _: object, *args: Any, **kwargs: Any) -> None:
         """An adapter was unloaded: its id may come again with other weights."""
@@ -950,14 +854,6 @@ def _own(owner: Any, attribute: str) -> Any:
 def _num_output_tokens(state: Any) -> int:
     detokenizer = state.detokenizer
     return 0 if detokenizer is None else int(detokenizer.num_output_tokens())  # it pools
-
-
-def _remember(names: dict[Any, Any], name: object, value: object) -> None:
-    """Keep the newest names."""
-    names.pop(name, None)
-    names[name] = value
-    if len(names) > MAX_NAMES:
-        del names[next(iter(names))]
 
 
 def _settled(
