@@ -6,6 +6,7 @@ there every trained token is held against the weights that sampled it, see `trl_
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 
+psutil = pytest.importorskip("psutil")
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
@@ -795,10 +797,14 @@ def result(folder: Path, **options: Any) -> dict[str, Any]:
     try:
         output, errors = running.communicate(timeout=RUN_SECONDS)
     finally:
-        if running.poll() is None:  # it says where it hangs, and stops its server
-            running.terminate()
-            _, errors = running.communicate(timeout=60)
-            print(errors[-8000:], file=sys.stderr)
+        if running.poll() is None:
+            family = psutil.Process(running.pid).children(recursive=True)
+            running.terminate()  # it says where it hangs, and stops its server if it can
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                print(running.communicate(timeout=30)[1][-8000:], file=sys.stderr)
+            for process in (*family, running):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
     assert running.returncode == 0, errors[-4000:]
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert found["own"] == []
