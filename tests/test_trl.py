@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 
-psutil = pytest.importorskip("psutil")
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
 import numpy as np
+import psutil
 
 from rl_staleness import read, steps
 from rl_staleness.events import Call, GroupDropped, RunStarted, StepTrained
