@@ -20,7 +20,8 @@ import rl_staleness
 import rl_staleness.integrations
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "rl_staleness", "integrations")
+TOLD = ("README.md", "LICENSE", "SECURITY.md", "CHANGELOG.md")
+PACKAGED = ("setup.cfg", "pyproject.toml", "MANIFEST.in", *TOLD, "rl_staleness", "integrations")
 
 PROBE = """
 import importlib.metadata, importlib.util, json
@@ -191,6 +192,7 @@ def test_sdist_installs(checkout: Path, python: Path):
     sdist, _ = build(checkout)
     with tarfile.open(sdist) as archive:
         assert not [member.name for member in archive if not (member.isfile() or member.isdir())]
+        assert set(TOLD) <= {name.partition("/")[2] for name in archive.getnames()}
     pip_install(python, sdist, cwd=checkout.parent)
 
     check_installed(python)
