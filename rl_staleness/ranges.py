@@ -34,7 +34,7 @@ def move(segments: list[Segment], place: int, oldest: int, newest: int) -> list[
         segments[-1:] = (start, place, old, new), (place, stop, oldest, newest)
         return segments
     before = [(a, min(b, place), o, n) for a, b, o, n in segments if a < place]
-    return [*before, (max(place, 0), segments[-1][1], oldest, newest)]
+    return [*before, (place, segments[-1][1], oldest, newest)]
 
 
 def widen(
@@ -91,8 +91,7 @@ def overlapping(spans: Iterable[Span]) -> tuple[Span, Span] | None:
     for span in sorted(s for s in spans if s[0] < s[1]):
         if last is not None and span[0] < last[1]:
             return last, span
-        if last is None or span[1] > last[1]:
-            last = span
+        last = span
     return None
 
 

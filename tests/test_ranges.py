@@ -29,13 +29,21 @@ def tokens(segments: list[Segment]) -> list[tuple[int, int]]:
     return [(o, n) for a, b, o, n in segments for _ in range(a, b)]
 
 
+def assert_sound(segments: list[Segment]) -> None:
+    """In order and not empty."""
+    assert all(a < b for a, b, _, _ in segments), segments
+    assert all(one[1] <= two[0] for one, two in pairwise(segments)), segments
+
+
 @given(segmented(), PLACE, VERSION)
 def test_move(segments: list[Segment], place: int, version: int) -> None:
     """Tokens before the place stay, those from it on have the new version."""
     expected = [
         pair if i < place else (version, version) for i, pair in enumerate(tokens(segments))
     ]
-    assert tokens(move(segments, place, version, version)) == expected
+    moved = move(segments, place, version, version)
+    assert tokens(moved) == expected
+    assert_sound(moved)
 
 
 @given(segmented(), PLACE, PLACE, VERSION)
@@ -45,7 +53,9 @@ def test_widen(segments: list[Segment], start: int, stop: int, version: int) -> 
         (min(o, version), max(n, version)) if start <= i < stop else (o, n)
         for i, (o, n) in enumerate(tokens(segments))
     ]
-    assert tokens(widen(segments, start, stop, version, version)) == expected
+    wide = widen(segments, start, stop, version, version)
+    assert tokens(wide) == expected
+    assert_sound(wide)
 
 
 @given(segmented(), st.lists(st.tuples(PLACE, PLACE, VERSION)))
@@ -56,7 +66,14 @@ def test_covered_by(segments: list[Segment], said: list[tuple[int, int, int]]) -
     for i, pair in enumerate(tokens(segments)):
         versions = [v for a, b, v in spans if a <= i < b]
         expected.append((min(versions), max(versions)) if versions else pair)
-    assert tokens(covered_by(spans, segments)) == expected
+    covered = covered_by(spans, segments)
+    assert tokens(covered) == expected
+    assert_sound(covered)
+
+
+def test_covered_by_joins_what_is_alike() -> None:
+    """Two spans of one version are one segment, so that a call of many spans stays short."""
+    assert covered_by([(0, 5, 1), (5, 10, 1)], [(0, 10, 0, 1)]) == [(0, 10, 1, 1)]
 
 
 @given(st.lists(st.tuples(PLACE, PLACE, VERSION), max_size=4))
@@ -75,7 +92,9 @@ def test_within(segments: list[Segment], ranges: list[tuple[int, int]]) -> None:
     """Each token that the mask holds is kept once, whatever overlaps in the mask."""
     mask = [(min(a, b), max(a, b)) for a, b in ranges]
     expected = [p for i, p in enumerate(tokens(segments)) if any(a <= i < b for a, b in mask)]
-    assert tokens(within(segments, mask)) == expected
+    kept = within(segments, mask)
+    assert tokens(kept) == expected
+    assert_sound(kept)
 
 
 @given(st.lists(st.integers(0, 60)), st.integers(-1, 70), st.integers(-1, 70))
