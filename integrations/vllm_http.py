@@ -82,6 +82,8 @@ class Answer(msgspec.Struct):
 
     boot: str = ""
     error: str = ""
+    question: str = ""
+    """What it answers; a connection may still hold an answer to another one."""
     schema: int | None = None
     known: bool = True
     first: Whole = 0
@@ -121,16 +123,21 @@ class Transport(Protocol):
         ...
 
 
-def understood(url: str, path: str, status: int, said: bytes, *, missing: str) -> Answer:
+def understood(
+    url: str, path: str, status: int, said: bytes, *, missing: str, question: str = ""
+) -> Answer:
     """Read what an engine's journal answered, see `Transport.ask`.
 
     Args:
+        question: the token that the message was sent with, if it was.
         missing: the way out where there is no journal.
     """
     try:
         answer = msgspec.json.decode(said, type=Answer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         answer = Answer()
+    if answer.question not in ("", question):
+        raise http.client.HTTPException("this answers another message")
     if status == 200 and answer.boot:
         return answer
     if status in (200, 404, 405) and not answer.boot:
@@ -176,12 +183,16 @@ class VllmServerEngine:
         self._inbox: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
+        self._news = threading.Event()
+        """Something was said, or this ends: whoever waits to try again tries now."""
         self._run = ""
         self._first = 0  # the version that the run started from
         self._boot = ""
         self._receivers: dict[int, Callable[[Cut | None], None]] = {}
         self._marked: dict[int, float] = {}
         """Refits whose counts the server does not have yet, and until when they are waited for."""
+        self._met_unknown: dict[int, float] = {}
+        """By refit that a restarted server was marked for, when it had answered."""
         self._complaints: set[str] = set()
         self._silent = False
         """The last question about calls had no answer."""
@@ -225,6 +236,7 @@ class VllmServerEngine:
         if thread is not None:
             self._stopped.set()
             self._inbox.put(None)
+            self._news.set()
         self._server.close()
 
     def problem(self, *, timeout: float = 5.0) -> str | None:
@@ -352,6 +364,7 @@ class VllmServerEngine:
                 )
                 self._thread.start()
         self._inbox.put(operation)
+        self._news.set()
         return operation.taken
 
     def _work(self) -> None:
@@ -379,6 +392,9 @@ class VllmServerEngine:
     def _carry_out(self, operation: _Operation) -> None:
         end, interval = operation.called + self._timeout, FIRST_SECONDS
         body, refit = operation.body, operation.body["refit"]
+        if operation.route == "done" and operation.called < self._met_unknown.pop(refit, 0.0):
+            # It may have been restarted after the weights were in.
+            raise ServerError(f"{self._server.url}: restarted in the middle of refit {refit}")
         while True:
             if operation.route == "mark":
                 body["age"] = time.monotonic() - operation.called
@@ -387,7 +403,14 @@ class VllmServerEngine:
                 answer = self._server.ask("POST", f"/{operation.route}", said, seconds=_left(end))
                 break
             except (OSError, http.client.HTTPException) as error:
-                if time.monotonic() + interval >= end or self._stopped.wait(interval):
+                # Whoever is there after the first pause may be another than the run started on.
+                stale = operation.route == "start" and self._receivers
+                if stale or time.monotonic() + interval >= end:
+                    raise ServerError(f"{self._server.url}: {_said(error)}") from error
+                if self._news.wait(interval):
+                    self._news.clear()
+                    interval = FIRST_SECONDS
+                if self._stopped.is_set():
                     raise ServerError(f"{self._server.url}: {_said(error)}") from error
                 interval = min(2 * interval, LONGEST_SECONDS)
         self._note_boot(answer.boot, begun=operation.route == "start")
@@ -395,6 +418,7 @@ class VllmServerEngine:
             with self._lock:
                 self._marked[refit] = time.monotonic() + self._patience
             if not answer.known:
+                self._met_unknown = {refit: time.monotonic()}
                 self._deliver(refit, None)
             self._take(answer)
 
@@ -469,16 +493,21 @@ class _Server:
 
     def ask(self, method: str, path: str, body: bytes | None, *, seconds: float) -> Answer:
         """Send one request and read the answer, see `Transport`."""
+        question = secrets.token_hex(4)
+        asked = f"{path}{'&' if '?' in path else '?'}question={question}"
         try:
-            status, said = self._exchange(self._idle.get_nowait(), method, path, body, seconds)
+            status, said = self._exchange(self._idle.get_nowait(), method, asked, body, seconds)
         except (queue.Empty, OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError):
                 raise
             # It may have been closed since it was used last.
-            status, said = self._exchange(self._connection(), method, path, body, seconds)
-        return understood(
-            self.url, path, status, said, missing=f"start it with --middleware {MIDDLEWARE}"
-        )
+            status, said = self._exchange(self._connection(), method, asked, body, seconds)
+        try:
+            missing = f"start it with --middleware {MIDDLEWARE}"
+            return understood(self.url, path, status, said, missing=missing, question=question)
+        except http.client.HTTPException:
+            self.close()  # an answer that came twice would be read as the next one
+            raise
 
     def close(self) -> None:
         """Close what is idle."""

@@ -22,6 +22,9 @@ __all__ = ["SCHEMA", "respond"]
 SCHEMA = 1
 """Of the routes. A field more is no new schema."""
 
+LONGEST_QUESTION = 64
+"""Characters of what a client marks its message with, and gets back."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,8 +64,9 @@ def respond(
     Returns:
         HTTP's status, and JSON.
     """
+    asked = parse_qs(query)
     try:
-        status, answer = 200, _answer(journal, method, route, parse_qs(query), body)
+        status, answer = 200, _answer(journal, method, route, asked, body)
     except _NoRoute as error:
         status, answer = 404, {"error": str(error)}
     except Conflict as error:
@@ -72,6 +76,7 @@ def respond(
     except Exception as error:  # noqa: BLE001  # told to whoever asked
         _log.warning("rl_staleness: %s", route, exc_info=True)
         status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+    answer["question"] = asked.get("question", [""])[-1][:LONGEST_QUESTION]
     return status, msgspec.json.encode({"boot": journal.boot, **answer})
 
 
