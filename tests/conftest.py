@@ -1,7 +1,13 @@
-"""Fixtures that several tests share."""
+"""Fixtures that several tests share, and the seed of what they draw.
+
+Every run draws a new seed and says it, before the tests and after failed ones; what is drawn at
+random comes from it, so that RL_STALENESS_SEED set to the same number draws the same again.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,6 +18,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.watermark import Served
+
+# Set here, before any test module reads it, and for the processes that tests start.
+SEED = int(os.environ.setdefault("RL_STALENESS_SEED", str(secrets.randbelow(2**32))))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws from the seed too, also in tests that do not name it."""
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(SEED)
+
+
+def pytest_report_header() -> str:
+    """Say the seed before the tests."""
+    return f"seed: RL_STALENESS_SEED={SEED}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say it again where something failed: quiet runs have no header."""
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(f"to draw the same again: RL_STALENESS_SEED={SEED}")
 
 
 @pytest.fixture(scope="module", autouse=True)
