@@ -191,8 +191,6 @@ class VllmServerEngine:
         self._receivers: dict[int, Callable[[Cut | None], None]] = {}
         self._marked: dict[int, float] = {}
         """Refits whose counts the server does not have yet, and until when they are waited for."""
-        self._met_unknown: dict[int, float] = {}
-        """By refit that a restarted server was marked for, when it had answered."""
         self._complaints: set[str] = set()
         self._silent = False
         """The last question about calls had no answer."""
@@ -392,9 +390,6 @@ class VllmServerEngine:
     def _carry_out(self, operation: _Operation) -> None:
         end, interval = operation.called + self._timeout, FIRST_SECONDS
         body, refit = operation.body, operation.body["refit"]
-        if operation.route == "done" and operation.called < self._met_unknown.pop(refit, 0.0):
-            # It may have been restarted after the weights were in.
-            raise ServerError(f"{self._server.url}: restarted in the middle of refit {refit}")
         while True:
             if operation.route == "mark":
                 body["age"] = time.monotonic() - operation.called
@@ -418,7 +413,6 @@ class VllmServerEngine:
             with self._lock:
                 self._marked[refit] = time.monotonic() + self._patience
             if not answer.known:
-                self._met_unknown = {refit: time.monotonic()}
                 self._deliver(refit, None)
             self._take(answer)
 

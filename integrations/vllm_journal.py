@@ -96,6 +96,8 @@ class _Run:
     versions: list[int] = field(default_factory=list[int])
     ended: set[int] = field(default_factory=set[int])
     """Refits among those that are done or aborted."""
+    before: int | None = None
+    """The refit whose pause was before this process was there to be paused."""
 
     def start(self, pause: int, refit: int, version: int) -> None:
         """The weights are of this version from here on."""
@@ -149,6 +151,7 @@ class Journal:
         self.forgotten = 0
         """Finished requests that no reader can have any more."""
         self._kept_calls = kept_calls
+        self._born = time.monotonic()
         self._pauses: dict[int, _Pause] = {}
         self._num_pauses = 0  # and starts, which have a number each as well
         self._run: _Run | None = None
@@ -187,7 +190,10 @@ class Journal:
         """
         run = self._driver(token, first)
         if refit not in run.refits:
-            self._claim(run, refit, mode, time.monotonic() - age)
+            at = time.monotonic() - age
+            if at < self._born:
+                run.before = refit
+            self._claim(run, refit, mode, at)
             self.engine.announce(run.pauses[-1], version=version)
         return run.known
 
@@ -200,9 +206,10 @@ class Journal:
         run = self._driver(token)
         if refit in run.ended:
             return None
+        if not run.known and (refit not in run.refits or refit == run.before):
+            # The weights may have gone to the process that was here before.
+            raise Conflict(f"refit {refit}: the server was restarted in the middle of it")
         if refit not in run.refits:
-            if not run.known:
-                raise Conflict(f"refit {refit}: the server was restarted in the middle of it")
             self._claim(run, refit, "keep", time.monotonic())  # what marked it was lost
         run.ended.add(refit)
         pause = run.pauses[run.refits.index(refit)]

@@ -121,6 +121,7 @@ class Server:
             self.llm.make(query["call"], int(query["tokens"]))
         elif name == "finish":
             self.llm.finish(query["call"])
+            said = self.llm.made[query["call"]]
         elif name == "running":
             said = list(self.llm.output_processor.request_states)
         elif name == "die_in":
