@@ -35,7 +35,7 @@ def spans_of(
     """
     counts = refits.calls.counts(call.call)
     segments, found = ruled_spans(call, counts, refits, now=now)
-    from_before = refits.limit is not None and call.after is not None and call.after <= refits.base
+    from_before = call.after is not None and call.after <= refits.base
     until = LARGEST if call.until is None else call.until
     if counts and max(counts) > until:
         detail = f"until refit {until}, but the cut of refit {max(counts)} lists it"
