@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -114,10 +115,11 @@ def test_a_run_goes_by_a_hostile_name(tmp_path: Path, caplog: pytest.LogCaptureF
             staleness.on_publish(HOSTILE, calls=[], unknown=3)
             staleness.on_step([HOSTILE, f"no {HOSTILE}"], version=7)
             staleness.on_drop(HOSTILE, reason=HOSTILE)
+            staleness.on_step([1000 * HOSTILE])
     assert files_in(tmp_path) == {"rollout_trace.jsonl", "rollout_trace-2.jsonl"}
     assert len(caplog.records) > 2
     for record in caplog.records:
-        assert is_harmless(record.getMessage())
+        assert is_harmless(record.getMessage()) and len(record.getMessage()) < 1000
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +276,18 @@ def test_an_answer_without_an_end(what: str) -> None:
         engine.detach()
 
 
+def test_an_answer_that_is_too_large(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size ends it, long before its time does."""
+    monkeypatch.setattr(vllm_exchange, "LARGEST_ANSWER", 1 << 20)
+    for what in ("a body for ever", "interim answers for ever"):
+        with hostile(ENDLESS[what]) as server:
+            engine = VllmServerEngine(server.url, timeout=60.0)
+            assert "the answer is larger than 1048576 bytes" in str(engine.problem(timeout=60.0))
+            engine.detach()
+
+
 def once(data: bytes) -> Callable[[], Iterator[bytes]]:
     return lambda: iter([data])
 
@@ -312,7 +326,7 @@ def test_answers_that_are_none(what: str, caplog: pytest.LogCaptureFixture) -> N
     with hostile(once(NO_ANSWERS[what])) as server, caplog.at_level(logging.DEBUG):
         engine = VllmServerEngine(server.url, timeout=0.2, patience=0.2, api_key="hush")
         (lost,) = engine.calls({"a": 5}, timeout=0.2)
-        assert lost.tokens == 5 and engine.num_lost == 1
+        assert (lost.tokens, lost.version, engine.num_lost) == (5, 0, 1)
         delivered: list[Any] = []
         got = threading.Event()
         futures = [engine.start(version=0, refit=0)]
@@ -326,6 +340,10 @@ def test_answers_that_are_none(what: str, caplog: pytest.LogCaptureFixture) -> N
         assert asyncio.run(engine.selftest(timeout=0.2)) is not None
         assert engine.problem(timeout=0.2) is None or "hush" not in str(engine.problem())
         engine.detach()
+    if what == "a body cut short":
+        assert "IncompleteRead" in str(errors[0]), "it may be whole the next time"
+    for error in errors:
+        assert is_harmless("".join(traceback.format_exception(error)))
     said = [record.getMessage() for record in caplog.records] + [str(error) for error in errors]
     assert len(said) > 2
     for line in said:
