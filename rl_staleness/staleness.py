@@ -116,11 +116,11 @@ class Versions:
         """How many lie above ``low`` and not above ``high``."""
         number = 0
         for first, last, stride in reversed(self._runs):
-            if last <= low:
+            if last <= low or high <= low:
                 break
             if first <= high:
-                below = (min(last, high) - first) // stride + 1
-                number += below - (max(0, (low - first) // stride + 1) if low >= first else 0)
+                number += (min(last, high) - first) // stride + 1
+                number -= (low - first) // stride + 1 if low >= first else 0
         return number
 
     @property

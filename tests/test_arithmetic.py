@@ -1364,6 +1364,23 @@ def test_negative_age() -> None:
     )
 
 
+def test_negative_age_in_refits_is_none() -> None:
+    """No version lies above that of a token of version 2 and not above 1, whatever refits led to:
+    the two refits beyond the policy and the age are violations, and no refit is counted off.
+    """
+    check(
+        started(1, start=0),
+        done(1, 1),
+        done(2, 2),
+        done(3, 3),
+        published("g", tokens={"2": 1}),
+        trained(0, 1, "g"),
+        batch_age=-1,
+        batch_age_refits=0,
+        violations=3,
+    )
+
+
 def test_stamp_that_is_not_the_engines() -> None:
     """A call after refit 1, from version 1 to 2, that is stamped 0: the engine says 2."""
     check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +105,52 @@ def test_versions_count_distinct_ones(added: list[int], low: int, high: int) -> 
     for version in added:
         versions.add(version)
     assert versions.between(low, high) == sum(low < v <= high for v in set(added))
+
+
+EVEN = list(range(0, 44, 4))
+
+
+@pytest.mark.parametrize(
+    ("added", "size"),
+    [
+        (EVEN, 1),
+        ([*EVEN, 8, 0, 40], 1),  # they are there already
+        ([*EVEN, 14], 3),  # splits the run
+        ([*EVEN, 14, 12, 14, 16, 40], 3),
+        ([*EVEN, 41], 2),
+        ([*EVEN, 41, 42, 43, 14], 4),
+        ([*EVEN, 14, 15, 13, 12, 16], 5),
+        ([*EVEN, 1, 39], 5),
+        ([10, 5, 0], 3),
+        ([7], 1),
+        ([7, 7, 9], 1),
+        ([7, 9, 11, 8, 10], 5),
+        ([20, 22, 24, 3, 5, 21], 5),
+        ([1, 3, 2, 4], 3),
+    ],
+)
+def test_versions_that_come_in_any_order(added: list[int], size: int) -> None:
+    """Counted between any two places and after a roll back, as a set would, in so many entries."""
+    for limit in range(-1, 45):
+        versions = Versions()
+        for version in added:
+            versions.add(version)
+        assert versions.size == size
+        assert_counted(versions, set(added))
+        versions.forget_above(limit)
+        left = {version for version in added if version <= limit}
+        assert_counted(versions, left)
+        assert (versions.size == 0) == (not left)
+        versions.add(50)
+        versions.add(51)
+        assert_counted(versions, {*left, 50, 51})
+
+
+def assert_counted(versions: Versions, distinct: set[int]) -> None:
+    """It answers as the set does."""
+    for low in (-1, 0, 1, 11, 12, 13, 14, 15, 16, 40, 41, 49, 50):
+        for high in (-1, 0, 1, 11, 12, 13, 14, 15, 16, 40, 41, 50, 52):
+            assert versions.between(low, high) == sum(low < v <= high for v in distinct)
 
 
 def test_versions_of_a_long_run_take_no_room() -> None:
