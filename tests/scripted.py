@@ -94,6 +94,68 @@ class Generator:
         await self.llm.obey(order, **more)
 
 
+class Watermarked:
+    """What lives in a Ray actor too: a real vLLM with the model of `watermark`."""
+
+    def __init__(self, name: str, model: str, root: str) -> None:
+        sys.path.insert(0, root)
+        os.environ["PYTHONPATH"] = root  # for the engine's own process
+        from tests.watermark import ARGUMENTS, SETTINGS
+
+        os.environ.update(SETTINGS)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        extension = "tests.watermark.Weights"
+        arguments = AsyncEngineArgs(model, worker_extension_cls=extension, **ARGUMENTS)
+        self.llm = AsyncLLM.from_engine_args(arguments)
+        self.staleness = VllmEngine(self.llm, name=name)
+        self.received: dict[str, list[int]] = {}
+        self.rollouts: dict[str, asyncio.Task[tuple[Call, ...]]] = {}
+
+    async def processes(self) -> list[int]:
+        """This one, and those of the engine."""
+        import psutil
+
+        return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+
+    async def begin(self, call: str, tokens: int) -> None:
+        self.received[call] = []
+        self.rollouts[call] = asyncio.create_task(self.rollout(call, tokens))
+
+    async def rollout(self, call: str, tokens: int) -> tuple[Call, ...]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        with captured() as capture:
+            async for output in self.llm.generate({"prompt_token_ids": [1, 2, 3]}, params, call):
+                self.received[call] = list(output.outputs[0].token_ids)
+        return capture.records()
+
+    async def make(self, call: str, tokens: int) -> None:
+        """Wait until it has so many."""
+        while len(self.received[call]) < tokens:
+            await asyncio.sleep(0.001)
+
+    async def finish(self, call: str) -> tuple[list[int], tuple[Call, ...]]:
+        records = await self.rollouts.pop(call)
+        return self.received[call], records
+
+    async def obey(self, order: str, *, until: float, version: int = 0) -> None:
+        """Pause, load or resume."""
+        if time.time() > until:
+            raise TimeoutError(f"{order} came too late")
+        if order == "pause":
+            await self.llm.pause_generation(mode="keep")
+        elif order == "load":
+            await self.llm.collective_rpc("set_version", args=(version,))
+        else:
+            await self.llm.resume_generation()
+
+    async def shut_down(self) -> None:
+        self.llm.shutdown()
+
+
 class Server:
     """The application of an HTTP server: what a client asks for, and what the test orders."""
 

@@ -521,7 +521,7 @@ class Proxy:
 
     def relay(self, client: socket.socket) -> None:
         """Carry messages over one connection until either side ends it."""
-        with client, client.makefile("rb") as asked:
+        with contextlib.suppress(OSError), client, client.makefile("rb") as asked:
             while message := self.message(asked):
                 route = message.split(b" ", 2)[1].partition(b"?")[0].rpartition(b"/")[2].decode()
                 fault = self.faults[route].pop(0) if self.faults.get(route) else ""
@@ -546,7 +546,10 @@ class Proxy:
                 if fault == "cut short":
                     client.sendall(answer[:-5])
                     return
-                client.sendall(answer * (2 if fault == "answered twice" else 1))
+                client.sendall(answer)
+                if fault == "answered twice":
+                    time.sleep(0.05)  # else it is read, and thrown away, with the first
+                    client.sendall(answer)
 
     def message(self, stream: Any) -> bytes:
         """One message of HTTP with its body."""
@@ -612,6 +615,7 @@ class HttpSeat:
 
     def finish(self, call: str) -> tuple[list[int], tuple[Call, ...]]:
         tokens = self.order("finish", call=call)
+        time.sleep(0.02)  # its response is on the way
         return tokens, self.calls(call)
 
     def calls(self, call: str) -> tuple[Call, ...]:
@@ -750,9 +754,14 @@ def test_messages_that_are_lost_slow_or_twofold(http_trainer: Trainer, fault: st
     for seat, call in ((a, "a"), (b, "b")):
         seat.begin(call)
         seat.make(call, 10)
+    b.begin("b-other")
+    b.make("b-other", 7)
+    b.finish("b-other")
     b.proxy.faults.update({route: [fault] for route in ("mark", "done", "calls")})
     http_trainer.refit()
     time.sleep(PATIENCE if fault == "slow" else 0)
+    assert [call.tokens for call in b.calls("b-other")] == [7]
+    time.sleep(0.1)
     for seat, call in ((a, "a"), (b, "b")):
         seat.make(call, 10)
         http_trainer.publish(call, call)
@@ -832,3 +841,99 @@ def test_weights_that_reach_one_of_two_engines(http_trainer: Trainer) -> None:
     found = http_trainer.close()
     assert (found.covered, found.open) == ({"a": 30, "b": 30}, {})
     assert step.tokens_by_version == {0: 30, 1: 10, 2: 20}
+
+
+# A real vLLM.
+
+
+class RealSeat(RaySeat):
+    """A real engine in an actor: calls are as long as they are, and end by themselves."""
+
+    def __init__(self, name: str, model: Path) -> None:
+        import ray
+
+        from tests.scripted import Watermarked
+
+        remote = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=0)(Watermarked)
+        self.name = name
+        self.actor = remote.remote(name, str(model), str(ROOT))
+        self.new_engine()
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        seconds = PATIENCE if method == "obey" else 30
+        return ray.get(getattr(self.actor, method).remote(*args, **kwargs), timeout=seconds)
+
+    def begin(self, call: str, tokens: int = 50) -> None:
+        self.ask("begin", call, tokens)
+
+    def kill(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill the actor's process and those of the engine."""
+        processes = self.ask("processes")
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        wait_for(lambda: not any(map(alive, processes)))
+
+    def come_back(self) -> None:
+        import ray
+
+        deadline = time.monotonic() + 300
+        while True:
+            try:
+                ray.get(self.actor.processes.remote(), timeout=300)
+                return
+            except ray.exceptions.RayError:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_real_engine_that_is_killed_while_it_is_paused(
+    actors: dict[str, RaySeat],
+    watermark_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A real vLLM in an actor dies in a pause, is started again by Ray, and refitted."""
+    a, b = actors["a"], RealSeat("b", watermark_model)
+    a.ask("renew")
+    a.new_engine()
+    b.come_back()
+    trainer = Trainer(tmp_path / "rollout_trace.jsonl", {"a": a, "b": b})
+    b.begin("b-early")
+    trainer.publish("b", "b-early")
+    b.begin("b-lost", 2000)
+    a.begin("a-across")
+    for seat, call in ((a, "a-across"), (b, "b-lost")):
+        seat.make(call, 10)
+    trainer.train()
+    trainer.refit(at="paused", fault=b.kill)
+    a.make("a-across", 10)
+    trainer.publish("a", "a-across")
+    b.come_back()
+    b.begin("b-back")
+    trainer.publish("b", "b-back")
+    trainer.train()
+    trainer.refit()
+    a.begin("a-late")
+    b.begin("b-late", 2000)
+    for seat, call in ((a, "a-late"), (b, "b-late")):
+        seat.make(call, 20)
+    trainer.train()
+    trainer.refit()
+    a.make("a-late", 20)
+    for name, call in (("a", "a-late"), ("b", "b-late")):
+        trainer.publish(name, call)
+    step = trainer.train()
+    found = trainer.close()
+    b.end()
+    assert found.covered == {"a-across": 20, "a-late": 40, "b-early": 50, "b-late": 2000}
+    assert found.open == {"b-back": 50}
+    assert step.spanning_calls == 2
+    assert sum("engine 'b': the actor was restarted" in line for line in logged(caplog)) == 1
