@@ -33,7 +33,7 @@ import pytest
 
 from rl_staleness import Call, StalenessCallback, read, steps
 from rl_staleness.engines import Engine
-from rl_staleness.events import GroupPublished, StepTrained
+from rl_staleness.events import LARGEST, GroupPublished, StepTrained
 from rl_staleness.integrations.vllm_http import VllmServerEngine
 from rl_staleness.ledger import Ledger
 from rl_staleness.staleness import StepStaleness
@@ -280,12 +280,32 @@ def test_numbers_of_an_engine_that_heard_late_and_then_not_at_all(
         staleness.on_refit_done()
         # Begun and ended after refit 1 as far as the engine knows, across refit 2 in truth.
         call = Call(call="c", engine="b", version=truth["c"][0], tokens=4, after=1, until=1)
+        assert all(oldest < newest for _, _, oldest, newest in staleness.spans(call))
         staleness.on_publish("g", calls=[call])
         step = staleness.on_step(["g"])
     assert step is not None
     assert step.coverage == 0
     found = compared(path, truth, list(steps(path)))
     assert (found.covered["c"], found.open["c"]) == (0, 4)
+
+
+def test_what_an_engine_does_not_know_stays_open(tmp_path: Path) -> None:
+    """Also where it may not have heard of a refit, so that nothing else of it is believed."""
+    path = tmp_path / "rollout_trace.jsonl"
+    engine = Late()
+    with StalenessCallback(
+        trace=path, engines=[engine], sinks=[], timeout=0, late_masks=True
+    ) as staleness:
+        staleness.on_step([])
+        staleness.on_refit_paused()
+        engine.late = True
+        staleness.on_refit_done()
+        call = Call(call="c", engine="b", version=0, tokens=4, spans=((0, 4, 0, LARGEST),))
+        assert staleness.spans(call) == [(0, 4, 0, 1)]
+        staleness.on_publish("g", calls=[call])
+        staleness.on_step(["g"])
+    found = compared(path, {"c": [0, 0, 1, 1]}, list(steps(path)))
+    assert (found.covered, found.open) == ({}, {"c": 4})
 
 
 # Engines in Ray actors.
@@ -486,6 +506,40 @@ def test_an_actor_that_is_killed_in_a_refit(
     """Its calls have bounds from its return to the next refit; the other engine's are covered."""
     found = killed_in_a_refit(ray_trainer, point, again=again)
     assert_b_is_back(found, ray_trainer, caplog, "the actor was restarted")
+
+
+def test_an_actor_that_hangs_over_two_refits(ray_trainer: Trainer) -> None:
+    """What it hears late of both, it does not pass off as what it heard in time."""
+    a, b = ray_trainer.seats["a"], ray_trainer.seats["b"]
+    for seat, call in ((a, "a"), (b, "b")):
+        seat.begin(call)
+        seat.make(call, 10)
+    process = b.stop()
+    try:
+        ray_trainer.refit()
+        a.make("a", 10)
+        ray_trainer.publish("a", "a")
+        ray_trainer.train()
+        ray_trainer.refit()
+    finally:
+        os.kill(process, signal.SIGCONT)
+    b.come_back()
+    b.make("b", 10)
+    ray_trainer.publish("b", "b")
+    ray_trainer.train()
+    ray_trainer.refit()
+    for seat, call in ((a, "a-late"), (b, "b-late")):
+        seat.begin(call)
+        seat.make(call, 10)
+    ray_trainer.train()
+    ray_trainer.refit()
+    for seat, call in ((a, "a-late"), (b, "b-late")):
+        seat.make(call, 10)
+        ray_trainer.publish(seat.name, call)
+    ray_trainer.train()
+    found = ray_trainer.close()
+    assert found.covered.pop("b", 0) + found.open.pop("b", 0) == 20
+    assert (found.covered, found.open) == ({"a": 20, "a-late": 20, "b-late": 20}, {})
 
 
 # Engines behind HTTP servers.
