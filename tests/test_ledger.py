@@ -1,0 +1,263 @@
+"""What the fold answers between the steps: what waits, what engines have, how old groups are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rl_staleness.events import Call, decode
+from rl_staleness.ledger import Ledger
+from tests.test_arithmetic import (
+    aborted,
+    call,
+    cut,
+    done,
+    dropped,
+    line,
+    published,
+    started,
+    trained,
+)
+
+Event = dict[str, Any]
+
+
+def ledger(*events: Event) -> Ledger:
+    """A ledger after these events."""
+    made = Ledger()
+    take(made, *events)
+    return made
+
+
+def take(to: Ledger, *events: Event) -> list[str]:
+    """The names of what the last of these events showed."""
+    for event in events:
+        to.apply(decode(json.dumps(event).encode()))
+    return [name for name, _ in to.found]
+
+
+def test_what_waits() -> None:
+    """A group waits from its publish to the step that trains it without keeping it, or its drop."""
+    made = ledger(started(1), *(published(g, tokens={"1": 1}) for g in "ghi"))
+    assert [group.group for group in made.waiting()] == ["g", "h", "i"]
+    assert made.is_waiting("g") is True
+    assert made.is_waiting("x") is False
+    assert made.published("x") is None
+    group = made.published("g")
+    assert group is not None
+    assert group.tokens == {1: 1}
+    take(made, trained(0, 1, "g", "h", kept=["h"]))
+    assert [group.group for group in made.waiting()] == ["h", "i"]
+    take(made, dropped("i"))
+    assert [group.group for group in made.waiting()] == ["h"]
+
+
+def test_counts_before_the_first_event() -> None:
+    """No run, no step, no version and nothing found."""
+    made = Ledger()
+    assert (made.run, made.version, made.step, made.found, made.orphans) == (None, 0, 0, [], 0)
+    assert made.last_refits() == {}
+
+
+def test_what_is_found_is_that_of_the_last_event() -> None:
+    """An event that contradicts nothing has found nothing."""
+    made = Ledger()
+    assert take(made, started(1), done(1, 3)) == ["engine_version_beyond_policy"]
+    assert take(made, line("violation", name="online", detail="it was seen")) == ["online"]
+    assert made.found == [("online", "it was seen")]
+    assert take(made, cut(2, 3)) == []
+
+
+def test_versions_and_refits_of_engines() -> None:
+    """After its newest done refit; numbers go on after a resume, those of lost traces too."""
+    made = ledger(
+        started(5, engines={"e": 3}), done(1, 4), cut(2, 5), cut(3, 5), aborted(3, 5), done(4, 5)
+    )
+    assert made.engine_version("e") == 5
+    assert made.engine_version("f") == 5
+    assert (made.last_refit("e"), made.last_refit("f"), made.last_refit("g")) == (4, 0, 0)
+    take(made, started(5, incarnation=1, engines={"e": 2}))
+    assert made.engine_version("e") == 2
+    assert made.last_refits() == {"e": 4}
+    take(made, done(1, 5, engine="f"))
+    assert made.last_refits() == {"e": 4, "f": 1}
+    about = {"refits_before": {"e": 9, "f": 0, "h": 1, "x": "y"}}
+    take(made, started(5, incarnation=2, about=about))
+    assert made.last_refits() == {"e": 9, "f": 1, "h": 1}
+
+
+def test_sole_version() -> None:
+    """The version of a call that no refit touched, where that is certain."""
+    made = ledger(started(9, start=3), done(1, 4), cut(2, 5), cut(3, 6), aborted(3, 6), done(4, 7))
+    answers = {
+        (0, 0): 3,  # before any refit
+        (1, 1): 4,
+        (2, 2): None,  # it may have happened
+        (3, 3): None,  # before it, 2 may have
+        (4, 4): 7,
+        (0, 1): None,  # moved by a refit
+        (2, 3): None,
+        (3, 4): None,
+        (5, 5): None,  # nothing is known of it
+    }
+    assert {key: made.sole_version("e", *key) for key in answers} == answers
+    take(made, line("gap", lost=1))
+    assert made.sole_version("e", 4, 4) is None
+    take(made, done(5, 8))
+    assert made.sole_version("e", 5, 5) == 8
+    assert made.sole_version("f", 0, 0) is None  # nothing was heard of it since
+    failed = ledger(started(9, start=3), done(1, 4), cut(2, 5), aborted(2, 5))
+    assert failed.sole_version("e", 2, 2) == 4
+    assert failed.sole_version("e", 1, 2) == 4
+
+
+def test_age_of_groups_that_wait() -> None:
+    """What a step would say now; nothing is counted and nobody is forgotten."""
+    made = ledger(started(3), published("g", tokens={"1": 1, "5": 1}), published("h"))
+    age = made.age(["g"])
+    assert (age.step, age.version, age.batch_age, age.tokens) == (0, 3, 0.0, 2)
+    assert made.age(["x"]).coverage is None
+    assert made.age(["g"]).violations == 0
+    assert made.found == []
+    assert take(made, trained(0, 3, "g")) == ["negative_age"]
+
+
+def test_spans_of_a_call() -> None:
+    """As the evidence stands; of a restored one only its own spans speak."""
+    made = ledger(started(1, start=0), cut(1, 1, c=4), done(1, 1))
+    one = Call(call="c", engine="e", version=0, tokens=10, after=0)
+    assert made.spans(one) == [(0, 4, 0, 0), (4, 10, 1, 1)]
+    assert made.spans(one, restored=True) == [(0, 10, 0, 1)]
+
+
+def test_orphans_are_counted_over_resumes() -> None:
+    """Calls that were listed and that no group published, in all incarnations and engines."""
+    few = {"orphan_after": 1}
+    made = ledger(started(9, start=0, about=few), cut(1, 1, c=4), *(done(n, n) for n in (1, 2, 3)))
+    assert made.orphans == 1
+    more = (cut(4, 4, d=1, x=1), *(done(n, n) for n in (4, 5, 6)))
+    take(made, started(9, start=0, incarnation=1, about=few), *more)
+    assert made.orphans == 3
+
+
+def test_size_counts_what_is_held() -> None:
+    """Refits, their calls, waiting groups and the versions that refits led to."""
+    made = ledger(started(1, start=0))
+    assert made.size == 0
+    take(made, cut(1, 1, c=4))
+    assert made.size == 2  # the refit and the call
+    take(made, done(1, 1))
+    assert made.size == 3  # the version
+    take(made, published("g", call("d", 0, 10, after=0)))
+    assert made.size == 5  # the group, and its call
+
+
+# The start of an incarnation.
+
+
+@pytest.mark.parametrize(
+    ("event", "names"),
+    [
+        (started(2, incarnation=1), []),
+        (started(2, incarnation=2), ["incarnation"]),
+        (started(2, incarnation=0), ["incarnation"]),
+        (started(2, incarnation=1, run="other"), ["run_changed"]),
+        (started(2, incarnation=1, engines={"e": 2}), []),
+        (started(2, incarnation=1, engines={"e": 3}), ["engine_version_beyond_policy"]),
+    ],
+)
+def test_start_that_does_not_go_on_with_the_run(event: Event, names: list[str]) -> None:
+    """Another run, a number that is left out or comes again, an engine ahead of the policy."""
+    assert take(ledger(started(2)), event) == names
+
+
+def test_rolled_back_run_has_no_version_of_what_was_undone() -> None:
+    """Refits to 1, 2, 3; resumed at 1: the age in refits of a token of 0, trained at 4, is 2."""
+    events = (started(3, start=0), done(1, 1), done(2, 2), done(3, 3))
+    again = (started(1, start=1, incarnation=1), trained(0, 1), trained(1, 2), trained(2, 3))
+    made = ledger(*events, *again, done(4, 4), published("g", tokens={"0": 10}))
+    assert made.age(["g"]).batch_age_refits == 2
+    made = ledger(*events, started(3, incarnation=1), published("g", tokens={"0": 10}))
+    assert made.age(["g"]).batch_age_refits == 3
+
+
+@pytest.mark.parametrize(("version", "spans"), [(3, [(0, 10, 3, 3)]), (2, [(0, 10, -1, -1)])])
+def test_roll_back_is_remembered(version: int, spans: list[Any]) -> None:
+    """Of a part that was undone a call from before has no version, after the next resume too."""
+    made = ledger(started(3, start=3), done(1, 3), done(2, 3), started(version, incarnation=1))
+    of = Call(call="c", engine="e", version=version, tokens=10, after=1)
+    assert made.spans(of) == spans
+    take(made, started(version, incarnation=2))
+    assert made.spans(of) == spans
+
+
+# Gaps.
+
+
+def test_gap_explains_until_the_next_refit_or_step() -> None:
+    """What contradicts something before them is no violation, what comes after is one."""
+    beyond, group = done(2, 9), published("g", tokens={"1": 1})
+    made = ledger(started(1), line("gap", lost=1))
+    assert take(made, group, group) == []
+    assert take(made, done(1, 1)) == []
+    assert take(made, beyond) == ["engine_version_beyond_policy"]
+    assert take(ledger(started(1), line("gap", lost=1), trained(7, 4), beyond)) == [
+        "engine_version_beyond_policy"
+    ]
+    resumed = ledger(started(1), line("gap", lost=1), started(1, incarnation=1))
+    assert take(resumed, beyond) == ["engine_version_beyond_policy"]
+
+
+# Groups.
+
+
+def test_violations_of_a_kept_group_are_counted_once_until_it_is_published_again() -> None:
+    """The same contradiction of one call, at each of its trainings; of another call, another."""
+    contradiction = [call("c", 7, 10, after=0), call("d", 7, 10, after=0)]
+    made = ledger(started(1), published("g", *contradiction))
+    assert take(made, trained(0, 1, "g", kept=["g"])) == [
+        "stamp",
+        "stamp",
+    ]
+    assert take(made, trained(1, 2, "g", kept=["g"])) == []
+    assert take(made, trained(2, 3, "g")) == []
+    assert take(made, published("g", *contradiction)) == []
+    assert take(made, trained(3, 4, "g", kept=["g"])) == ["stamp", "stamp"]
+    assert take(made, published("g", *contradiction)) == ["published_again"]
+    assert take(made, trained(4, 5, "g")) == ["stamp", "stamp"]
+
+
+def test_each_name_that_a_group_has_twice_is_found() -> None:
+    """Two of the three names, one of them three times."""
+    names = ["c", "c", "d", "e", "d", "d"]
+    made = ledger(started(1))
+    assert take(made, published("g", *(call(n, 1, 1) for n in names))) == ["call_named_twice"] * 2
+    assert [detail for _, detail in made.found] == ["'c' of 'g'", "'d' of 'g'"]
+    assert take(made, published("h", *(call(n, 1, 1) for n in "cde"))) == []
+
+
+def test_masks_of_what_the_step_does_not_train() -> None:
+    """A group that is not in the step, a call that the group has not, a token too many."""
+    made = ledger(started(1), published("g", call("c", 1, 4)), published("h", call("c", 1, 4)))
+    masks = {"h": {"c": [[0, 1]]}}
+    assert take(made, trained(0, 1, "g", kept=["g"], trained=masks)) == ["mask_of_unknown_group"]
+    masks = {"g": {"d": [[0, 1]]}}
+    assert take(made, trained(1, 2, "g", kept=["g"], trained=masks)) == ["mask_of_unknown_call"]
+    masks = {"g": {"c": [[0, 5]]}}
+    assert take(made, trained(2, 3, "g", kept=["g"], trained=masks)) == ["mask_beyond_call"]
+    masks = {"g": {"c": [[0, 4]]}}
+    assert take(made, trained(3, 4, "g", trained=masks)) == []
+
+
+def test_restored_group_of_tokens_that_the_run_never_had() -> None:
+    """Sums of a version that was rolled back are of no version, those at the limit stay."""
+    made = ledger(started(4), started(3, incarnation=1))
+    sums = {"2": 5, "3": 6, "4": 7}
+    take(made, published("g", restored=True, tokens=sums))
+    age = made.age(["g"])
+    assert (age.tokens, age.tokens_by_version) == (18, {2: 5, 3: 6})
+    assert take(made, trained(0, 3, "g")) == ["beyond_resume"]
+    take(made, published("h", restored=True, tokens={"3": 6, "4": 0}))
+    assert take(made, trained(1, 4, "h")) == []
