@@ -956,6 +956,7 @@ def test_a_real_engine_that_is_killed_while_it_is_paused(
 ) -> None:
     """A real vLLM in an actor dies in a pause, is started again by Ray, and refitted."""
     a, b = actors["a"], RealSeat("b", watermark_model)
+    a.come_back()
     a.ask("renew")
     a.new_engine()
     b.come_back()
