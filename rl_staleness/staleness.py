@@ -96,7 +96,7 @@ class Versions:
             else:
                 runs.insert(at, [version, version, 1])
             return
-        if version == run[0] or (version - run[0]) % run[2] == 0:
+        if (version - run[0]) % run[2] == 0:
             return
         split = run[0] + (version - run[0]) // run[2] * run[2]
         runs[at - 1 : at] = [

@@ -124,6 +124,17 @@ def test_age_of_groups_that_wait() -> None:
     assert take(made, trained(0, 3, "g")) == ["negative_age"]
 
 
+def test_metrics_leave_out_what_a_step_has_not() -> None:
+    """A step without a trained token has counts, and no age that somebody might take for 0."""
+    assert ledger(started(3)).age([]).metrics() == {
+        "staleness/tokens": 0,
+        "staleness/spanning_calls": 0,
+        "staleness/dropped_tokens": 0,
+        "staleness/violations": 0,
+        "staleness/refit_seconds": 0.0,
+    }
+
+
 def test_spans_of_a_call() -> None:
     """As the evidence stands; of a restored one only its own spans speak."""
     made = ledger(started(1, start=0), cut(1, 1, c=4), done(1, 1))

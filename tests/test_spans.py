@@ -106,9 +106,12 @@ def test_spans_from_before_of_versions_that_the_run_never_had() -> None:
 
 
 def test_engine_ahead_of_a_resumed_run() -> None:
-    """What an engine started with is its version, also where the policy has it not."""
+    """What it started with is its version, also where the policy has it not; of a call from before
+    the refit that led there it is none that the run had.
+    """
     engine = refits(start=5, base=5, limit=4)
     assert found(call(version=5, after=5), engine) == ([(0, 10, 5, 5)], [])
+    assert found(call(version=5, after=4), engine) == ([(0, 10, NEVER, NEVER)], [])
 
 
 def test_restored_spans() -> None:
@@ -123,10 +126,20 @@ def test_restored_spans() -> None:
     assert restored_spans(call(tokens=0), now=9, limit=4) == ([], [])
 
 
+def test_spans_with_bounds_are_judged_by_their_oldest_version() -> None:
+    """That is what the tokens count under."""
+    bounds = call(version=1, spans=((0, 10, 5, 6),))
+    assert restored_spans(bounds, now=9, limit=4)[0] == [(0, 10, NEVER, NEVER)]
+    assert restored_spans(bounds, now=9, limit=5)[0] == [(0, 10, 5, 6)]
+    engine = refits(done(6, 5), start=3, base=5, limit=4)
+    assert found(call(after=5, spans=((0, 10, 5, 6),)), engine) == ([(0, 10, 5, 6)], [])
+
+
 def test_restored_spans_that_overlap() -> None:
-    """They are looked at up to the call's end, all of their versions."""
+    """They are looked at up to the call's end, and named as the engine said them."""
     twice = call(spans=((0, 6, 2), (5, 10, 3)))
-    assert [n for n, _ in restored_spans(twice, now=9, limit=9)[1]] == ["spans_overlap"]
+    findings = restored_spans(twice, now=9, limit=9)[1]
+    assert findings == [("spans_overlap", "[0, 6, 2] and [5, 10, 3]")]
     beyond = call(spans=((0, 12, 2), (10, 14, 3)))
     assert restored_spans(beyond, now=9, limit=9) == ([(0, 10, 2, 2)], [])
 
@@ -199,6 +212,12 @@ def test_stamp_of_a_listed_call_that_an_open_refit_explains() -> None:
         assert said == names, stamp
 
 
+def test_stamp_of_an_open_refit_to_an_older_version() -> None:
+    """Refit 2 may have gone back to 3: the stamp says so, and does not contradict it."""
+    engine = refits(done(1, 5), cut(2, 3), cut(3, 6, c=4), done(3, 6))
+    assert found(call(version=3), engine) == ([(0, 4, 3, 5), (4, 10, 6, 6)], [])
+
+
 def test_call_after_a_lost_refit_by_its_stamp() -> None:
     """A stamp newer than what was before is what the refit led to; another one says nothing."""
     assert found(call(version=4, after=1), refits(start=2)) == ([(0, 10, 2, 4)], [])
@@ -225,6 +244,33 @@ def test_place_lies_below_the_lowest_of_the_later_counts() -> None:
         [(0, 6, 0, 1), (6, 8, 2, 2), (8, 10, 3, 3)],
         [],
     )
+
+
+def test_place_lies_below_the_count_of_an_open_refit() -> None:
+    """Refit 3 without a cut happened before the count of refit 4, which may not have happened: the
+    tokens from there on are of 3 or 4, not of 2.
+    """
+    engine = refits(cut(2, 2, c=6), done(2, 2), done(3, 3), cut(4, 4, c=8), base=1)
+    assert found(call(version=0, after=1), engine) == (
+        [(0, 6, 0, 0), (6, 8, 2, 3), (8, 10, 3, 4)],
+        [],
+    )
+    engine = refits(done(1, 1), cut(2, 2, c=6))
+    assert found(call(version=0, after=0), engine) == ([(0, 6, 0, 1), (6, 10, 1, 2)], [])
+
+
+def test_counts_that_fall_bound_what_was_before_them_by_the_lowest() -> None:
+    """Nothing before the exact count 6 lies beyond it, also where the count before it says 8."""
+    events = done(1, 1), cut(2, 2, c=8), done(2, 2), cut(3, 3, c=6)
+    expected = [(0, 6, 0, 1), (6, 10, 2, 3)], ["cut_counts_fall"]
+    assert found(call(version=0, after=0), refits(*events)) == expected
+
+
+def test_refit_that_failed_ends_nothing() -> None:
+    """A refit that nobody cut, after one that failed, may have moved the call."""
+    failed = RefitAborted(time=0.0, engine="e", refit=1, version=1, reason="it failed")
+    engine = refits(cut(1, 1), failed, done(2, 1))
+    assert found(call(version=0, after=0), engine) == ([(0, 10, 0, 1)], [])
 
 
 def test_inexact_count_bounds_no_other_refit() -> None:
