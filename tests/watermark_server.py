@@ -59,9 +59,10 @@ class ServedOverHttp:
             **({"middleware": MIDDLEWARE} if middleware else {}),
             **settings,
         }
-        # Several front ends are the command's to start.
-        program = "cli.main serve" if "api_server_count" in settings else "openai.api_server"
-        command = [sys.executable, "-W", "ignore", "-m", *f"vllm.entrypoints.{program}".split()]
+        program = ["-m", "vllm.entrypoints.openai.api_server"]
+        if "api_server_count" in settings:  # several are the command's to start
+            program = ["-m", "tests.vllm_command", "serve"]
+        command = [sys.executable, "-W", "ignore", *program]
         for name, value in arguments.items():
             option = "--" + name.replace("_", "-")
             command += [option] if value is True else [option, str(value)]
