@@ -46,10 +46,6 @@ ROOT = Path(__file__).parents[1]
 PATIENCE = 2.0
 """Seconds that a hook waits for engines here."""
 
-POINTS = ["paused", "cutting", "cut", "loaded", "telling", "told"]
-"""Where in a refit: before the library hears of it, within and after its cut, after the weights are
-in, while it tells the engine so, and before generation resumes."""
-
 
 # A trainer.
 
@@ -132,7 +128,9 @@ class Trainer:
         """Pause, load, resume. What an engine refuses is a failed refit of that engine.
 
         Args:
-            at: the point where something happens.
+            at: the point where something happens: ``paused`` before the library hears of it,
+                ``cut`` before the weights move, ``loaded`` before the library hears that they are
+                in, ``told`` before generation resumes.
             again: instead of giving up an engine whose load failed, do this and load once more.
         """
         if not self.groups:
@@ -491,11 +489,11 @@ A_ALONE = {"a-early": 10, "a-across": 20, "a-over": 10, "a-late": 20}
     ("point", "again"),
     [
         pytest.param("paused", False, marks=pytest.mark.slow),
-        ("paused", True),
+        pytest.param("paused", True, marks=pytest.mark.slow),
         pytest.param("cutting", False, marks=pytest.mark.slow),
         ("cut", False),
         pytest.param("cut", True, marks=pytest.mark.slow),
-        ("loaded", False),
+        pytest.param("loaded", False, marks=pytest.mark.slow),
         pytest.param("telling", False, marks=pytest.mark.slow),
         ("told", False),
     ],
@@ -508,6 +506,7 @@ def test_an_actor_that_is_killed_in_a_refit(
     assert_b_is_back(found, ray_trainer, caplog, "the actor was restarted")
 
 
+@pytest.mark.slow
 def test_an_actor_that_hangs_over_two_refits(ray_trainer: Trainer) -> None:
     """What it hears late of both, it does not pass off as what it heard in time."""
     a, b = ray_trainer.seats["a"], ray_trainer.seats["b"]
@@ -740,7 +739,16 @@ def publish_lost(trainer: Trainer, call: str, truth: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("point", "again"),
-    [(point, False) for point in POINTS] + [("paused", True), ("cut", True)],
+    [
+        ("paused", False),
+        ("cut", False),
+        ("loaded", False),
+        *(
+            pytest.param(*fault, marks=pytest.mark.slow)
+            for fault in (("cutting", False), ("telling", False), ("told", False))
+        ),
+        *(pytest.param(point, True, marks=pytest.mark.slow) for point in ("paused", "cut")),
+    ],
 )
 def test_a_server_that_is_killed_in_a_refit(
     http_trainer: Trainer, point: str, again: bool, caplog: pytest.LogCaptureFixture
@@ -763,8 +771,15 @@ def test_what_came_of_a_request_before_its_server_died(http_trainer: Trainer) ->
     assert (found.covered, found.open) == ({}, {"b-lost": 10})
 
 
-@pytest.mark.parametrize("heard", ["before done", "after done"])
-@pytest.mark.parametrize("away", [["mark"], ["start", "mark"]], ids=["mark", "start and mark"])
+@pytest.mark.parametrize(
+    ("away", "heard"),
+    [
+        (["start", "mark"], "before done"),
+        pytest.param(["start", "mark"], "after done", marks=pytest.mark.slow),
+        pytest.param(["mark"], "before done", marks=pytest.mark.slow),
+        pytest.param(["mark"], "after done", marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_that_hears_what_was_meant_for_the_one_before(
     http_trainer: Trainer, away: list[str], heard: str
 ) -> None:
@@ -798,10 +813,17 @@ def test_a_server_that_hears_what_was_meant_for_the_one_before(
     assert (found.covered, found.open) == ({"a": 10}, {"b": 10})
 
 
-ANSWERS = ["unheard", "lost", "slow", "cut short", "heard twice", "answered twice"]
-
-
-@pytest.mark.parametrize("fault", ANSWERS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "unheard",
+        "lost",
+        pytest.param("slow", marks=pytest.mark.slow),
+        "cut short",
+        "heard twice",
+        "answered twice",
+    ],
+)
 def test_messages_that_are_lost_slow_or_twofold(http_trainer: Trainer, fault: str) -> None:
     """What is not known for certain is not covered; what was only said again is one refit."""
     a, b = http_trainer.seats["a"], http_trainer.seats["b"]
@@ -836,6 +858,7 @@ def test_messages_that_are_lost_slow_or_twofold(http_trainer: Trainer, fault: st
     assert (found.covered, found.open) == ({"a": 20, "a-late": 20, "b-late": 20}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["paused", "cut", "told"])
 def test_a_server_that_hangs_in_a_refit(http_trainer: Trainer, point: str) -> None:
     """Nobody waits for it longer than they must; it is exact again at the refit after it woke."""
