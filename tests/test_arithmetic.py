@@ -14,6 +14,7 @@ import pytest
 
 from rl_staleness.events import decode
 from rl_staleness.ledger import Ledger
+from rl_staleness.staleness import quantile
 from tests import reference
 
 Event = dict[str, Any]
@@ -314,6 +315,26 @@ def test_percentiles_are_ages_that_occur() -> None:
         age_p50=1,
         age_p95=8,
         age_max=8,
+    )
+
+
+def test_percentile_between_two_tokens() -> None:
+    """189 of 200 tokens are less than 95 %, 190 are that share; 199 of 400 are less than half."""
+    assert quantile({0: 189, 5: 11}, 200, 95) == 5
+    assert quantile({0: 190, 5: 10}, 200, 95) == 0
+    assert quantile({0: 199, 1: 201}, 400, 50) == 1
+    assert quantile({}, 0, 50) is None
+
+
+def test_bounds_of_a_step_without_an_update() -> None:
+    """What is known exactly has its age for both bounds; no update later, no update earlier."""
+    check(
+        started(1),
+        published("g", tokens={"0": 10}),
+        trained(0, 1, "g", updates=0),
+        batch_age=1,
+        age_lo=1,
+        age_hi=1,
     )
 
 

@@ -59,6 +59,7 @@ def test_counts_before_the_first_event() -> None:
     made = Ledger()
     assert (made.run, made.version, made.step, made.found, made.orphans) == (None, 0, 0, [], 0)
     assert made.last_refits() == {}
+    assert made.age([]).tokens == 0
 
 
 def test_what_is_found_is_that_of_the_last_event() -> None:
@@ -83,7 +84,7 @@ def test_versions_and_refits_of_engines() -> None:
     assert made.last_refits() == {"e": 4}
     take(made, done(1, 5, engine="f"))
     assert made.last_refits() == {"e": 4, "f": 1}
-    about = {"refits_before": {"e": 9, "f": 0, "h": 1, "x": "y"}}
+    about = {"refits_before": {"e": 9, "f": 0, "h": 1, "i": 0, "j": -5, "x": "y"}}
     take(made, started(5, incarnation=2, about=about))
     assert made.last_refits() == {"e": 9, "f": 1, "h": 1}
 
@@ -163,6 +164,33 @@ def test_size_counts_what_is_held() -> None:
     assert made.size == 3  # the version
     take(made, published("g", call("d", 0, 10, after=0)))
     assert made.size == 5  # the group, and its call
+
+
+@pytest.mark.parametrize(
+    ("fields", "held"),
+    [
+        ({"after": 1, "until": 1}, 0),  # no cut can list it
+        ({"after": 0, "until": 1}, 1),
+        ({"after": 0}, 1),
+        ({"until": 1}, 1),
+        ({}, 1),
+    ],
+)
+def test_calls_that_a_late_cut_may_list_are_held(fields: Event, held: int) -> None:
+    """Others take no room, nor do those of a group of before."""
+    made = ledger(started(1), published("g", call("c", 1, 10, **fields)))
+    assert made.size == 1 + held
+    restored = ledger(started(1), published("g", call("c", 1, 10, **fields), restored=True))
+    assert restored.size == 1
+
+
+def test_calls_of_a_group_that_was_dropped_unpublished_are_no_orphans() -> None:
+    """They were heard of; a drop of a group that waits says nothing more of calls."""
+    start = (started(9, start=0, about={"orphan_after": 1}), cut(1, 1, c=4))
+    later = [done(n, n) for n in range(1, 5)]
+    assert ledger(*start, dropped("g", calls=[call("c", 0, 9)]), *later).orphans == 0
+    waiting = published("g", call("d", 0, 9))
+    assert ledger(*start, waiting, dropped("g", calls=[call("c", 0, 9)]), *later).orphans == 1
 
 
 # The start of an incarnation.
