@@ -312,8 +312,6 @@ def _mend(path: Path) -> int:
     Raises:
         TraceError: it is longer than any line of a trace; the file is left as it is.
     """
-    if not path.exists():
-        return 0
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         last = _after_last_newline(file, end)

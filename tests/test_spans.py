@@ -264,6 +264,9 @@ def test_counts_that_fall_bound_what_was_before_them_by_the_lowest() -> None:
     events = done(1, 1), cut(2, 2, c=8), done(2, 2), cut(3, 3, c=6)
     expected = [(0, 6, 0, 1), (6, 10, 2, 3)], ["cut_counts_fall"]
     assert found(call(version=0, after=0), refits(*events)) == expected
+    expected = [(0, 6, 0, 1), (6, 10, 1, 3)], ["cut_counts_fall"]
+    neither = done(1, 1), cut(2, 2, c=8), cut(3, 3, c=6)  # may have happened
+    assert found(call(version=0, after=0), refits(*neither)) == expected
 
 
 def test_refit_that_failed_ends_nothing() -> None:

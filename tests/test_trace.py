@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
+import os
 import resource
 import signal
 import subprocess
@@ -13,8 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from rl_staleness import Call, StalenessCallback, TraceError, read, steps
-from rl_staleness.events import GroupPublished, RefitCut, RunStarted, StepTrained, decode, encode
+from rl_staleness import Call, StalenessCallback, TraceError, read, steps, trace
+from rl_staleness.events import (
+    LONGEST_MESSAGE,
+    GroupPublished,
+    RefitCut,
+    RunStarted,
+    StepTrained,
+    decode,
+    encode,
+)
 from rl_staleness.trace import TraceWriter
 
 START = RunStarted(time=1.0, schema=1, run="r", incarnation=0, version=0, step=1)
@@ -202,3 +212,132 @@ def test_reading_takes_no_more_memory_for_a_longer_file(tmp_path: Path) -> None:
         return max(sizes)
 
     assert entries(3000) <= entries(600)
+
+
+# What the writer refuses, and what it leaves behind.
+
+
+def test_a_compressed_file_is_not_written(tmp_path: Path) -> None:
+    """The name says that it would have to be."""
+    with pytest.raises(ValueError, match="compress it afterwards"):
+        TraceWriter(tmp_path / "trace.jsonl.gz", run="r")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_that_readers_would_not_take_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte less is written; a reader that takes less refuses it by its number."""
+    writer = TraceWriter(tmp_path / "trace.jsonl", run="r")
+    size = len(encode(START))
+    monkeypatch.setattr(trace, "LONGEST_LINE", size)
+    with pytest.raises(TraceError, match=f"line: {size} bytes"):
+        writer.append(START)
+    assert writer.path.stat().st_size == 0
+    monkeypatch.setattr(trace, "LONGEST_LINE", size + 1)
+    assert writer.append(START)
+    writer.close()
+    assert list(read(writer.path)) == [START]
+    monkeypatch.setattr(trace, "LONGEST_LINE", size)
+    with pytest.raises(TraceError, match=f":1: line: longer than {size} bytes"):
+        list(read(writer.path))
+    with pytest.raises(TraceError, match="longer than"):
+        TraceWriter(writer.path, run="r")
+    monkeypatch.setattr(trace, "LONGEST_LINE", size + 1)
+    writer.path.write_bytes(encode(START) + b"\n" + b"x" * (size + 1))
+    with pytest.raises(TraceError, match=f"last line is longer than {size + 1} bytes"):
+        TraceWriter(writer.path, run="r")
+
+
+def test_a_torn_file_without_a_whole_line_holds_no_trace(tmp_path: Path) -> None:
+    """A reader refuses it; the run that died while it wrote its first line takes it over."""
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(encode(START)[:20])
+    with pytest.raises(TraceError, match=":1: line: torn; the file holds no trace"):
+        list(read(path))
+    writer = TraceWriter(path, run="r")
+    assert (writer.torn, writer.continued) == (20, False)
+    writer.close()
+
+
+def test_a_packed_trace_that_fills_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More bytes than a trace may have for the size of its file."""
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(encode(START) + b"\n" + b" " * 100_000 + b"\n"))
+    monkeypatch.setattr(trace, "LONGEST_LINE", 50_000)
+    monkeypatch.setattr(trace, "MOST_UNPACKED", 1)
+    with pytest.raises(TraceError, match=":2: line:"):
+        list(read(path))
+
+
+def test_a_writer_that_has_nothing_to_say_leaves_no_file(tmp_path: Path) -> None:
+    """Discarded, an empty file goes and one with lines stays; after that nothing is written."""
+    writer = TraceWriter(tmp_path / "trace.jsonl", run="r")
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+    writer.discard()
+    assert writer.append(START) is False
+    assert (writer.lost, writer.damage()) == (1, None)
+    writer = TraceWriter(tmp_path / "trace.jsonl", run="r")
+    writer.append(START)
+    writer.discard()
+    assert list(read(writer.path)) == [START]
+
+
+def test_a_file_system_without_locks_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nobody can tell whether there is another writer."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(trace.fcntl, "flock", refuse)
+    writer = TraceWriter(tmp_path / "trace.jsonl", run="r")
+    assert writer.append(START)
+    writer.close()
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_a_line_that_has_no_room_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part that went in is taken out again; it is said once, and the next line tells of both."""
+    writer = TraceWriter(tmp_path / "trace.jsonl", run="r")
+    writer.append(START)
+    size, write, left = writer.path.stat().st_size, os.write, [room]
+
+    def nearly_full(file: int, data: bytes) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        left[0], some = 0, left[0]
+        return write(file, data[:some])
+
+    monkeypatch.setattr(trace.os, "write", nearly_full)
+    step = StepTrained(time=4.0, step=1, version=0, groups=())
+    assert writer.append(step) is False
+    assert writer.append(step) is False
+    assert writer.path.stat().st_size == size
+    monkeypatch.undo()
+    assert writer.append(step)
+    assert [type(event).__name__ for event in read(writer.path)] == [
+        "RunStarted",
+        "Gap",
+        "StepTrained",
+    ]
+    assert writer.lost == 2
+    assert sum("could not be written" in r.getMessage() for r in caplog.records) == 1
+    writer.close()
+
+
+def test_values_of_a_wrong_type_are_refused_by_the_writer() -> None:
+    """Encoding names the event; a long message keeps its start and its end."""
+    with pytest.raises(TraceError, match="run_started: "):
+        encode(RunStarted(time=1.0, schema=1, run=object(), incarnation=0, version=0, step=1))  # type: ignore[arg-type]
+    long = json.dumps({"event": "run_started", "x" * 9000: 1}).encode()
+    with pytest.raises(TraceError) as caught:
+        decode(long)
+    assert "…" in str(caught.value)
+    assert len(str(caught.value)) <= LONGEST_MESSAGE
