@@ -5,6 +5,8 @@
 #   test      lint, types, the core's tests, the engine tests under both vLLM versions
 #   test-all  the same with the tests marked slow
 #   verl-tests  the adapter for verl against verl's released classes
+#   coverage  branches that tests without an engine reach: all of the evidence core, most of the core
+#   mutants   breaks the arithmetic in some 1,900 ways and asks the tests (MODULES="spans ..."; long)
 #   bench     the benchmarks: ratios, each taken in one run
 #   pictures  the pictures of the README, made anew from two runs of the demo (needs Chromium)
 #   lint, types, format, clean
@@ -18,6 +20,16 @@ OLD := .venv-vllm029
 VERL := .venv-verl
 TYPED = rl_staleness examples $(wildcard tests/typing)
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests)
+
+empty :=
+space := $(empty) $(empty)
+comma := ,
+EVIDENCE = $(subst $(space),$(comma),$(patsubst %,rl_staleness/%.py,spans ledger staleness groups \
+	refits listings ranges events trace))
+CORE_TESTS = $(patsubst %,tests/test_%.py,arithmetic ranges spans ledger refits listings groups \
+	trace bad_traces properties callback resume faults doctor lens report artifacts)
+REACHED = 95
+MODULES =
 
 # Nothing here reports home or asks a model hub.
 export VLLM_NO_USAGE_STATS ?= 1
@@ -36,7 +48,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_COMPILE_DISABLE ?= 1
 endif
 
-.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 verl-tests lint types format bench pictures clean
+.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 verl-tests lint types format coverage mutants bench pictures clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -64,6 +76,16 @@ engine-tests-029: $(OLD)/.ready
 # verl pins versions that vLLM does not take: its released classes have an environment of their own.
 verl-tests: $(VERL)/.ready
 	$(VERL)/bin/python -m pytest tests/test_verl.py
+
+# What turns evidence into numbers is run to its last branch by quick tests of single values.
+coverage: $(NEW)/.ready
+	$(NEW)/bin/python -m pytest -m "not engine and not slow" -k "not memory" \
+		--cov=rl_staleness --cov-report= $(CORE_TESTS)
+	$(NEW)/bin/coverage report --show-missing --fail-under=100 --include="$(EVIDENCE)"
+	$(NEW)/bin/coverage report --skip-covered --fail-under=$(REACHED) --omit="*integrations*"
+
+mutants: $(NEW)/.ready
+	$(NEW)/bin/python -m tests.mutation $(MODULES)
 
 lint: $(NEW)/.ready
 	$(NEW)/bin/ruff check .

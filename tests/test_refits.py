@@ -185,3 +185,30 @@ def test_cut_that_lost_an_entry_is_not_complete() -> None:
     assert (first.complete, first.counts_exact, made.orphans) == (True, True, 0)
     made.done(done(3, 3))
     assert (first.complete, first.counts_exact, made.orphans) == (False, True, 1)
+
+
+def test_repeated_cut() -> None:
+    """What it does not list any more is not listed; another version is one once the refit is done."""
+    made = refits(cut(1, 1, c=4))
+    assert made.cut(cut(1, 2, d=3)) == []
+    assert (made.calls.counts("c"), made.calls.counts("d")) == ({}, {1: 3})
+    made.done(done(1, 2))
+    assert made.cut(cut(1, 3)) == [("refit_version", "refit 1 leads to 3, and to 2")]
+
+
+def test_versions_that_go_back_are_named_with_the_neighbour_that_says_so() -> None:
+    """The one before where that is newer, else the one after."""
+    made = refits(done(1, 4), done(3, 3))
+    assert made.done(done(2, 4)) == [
+        ("engine_version_back", "refit 2 leads to 4, its neighbour to 3")
+    ]
+    assert made.done(done(4, 2)) == [
+        ("engine_version_back", "refit 4 leads to 2, its neighbour to 3")
+    ]
+
+
+def test_calls_are_forgotten_at_each_line() -> None:
+    """Cuts and failures alone do it, where no refit is ever done."""
+    assert refits(cut(1, 1, c=4), cut(2, 1), cut(3, 1), orphan_after=1).orphans == 1
+    failed = [aborted(n, 1) for n in (2, 3, 4)]
+    assert refits(cut(1, 1, c=4), *failed, orphan_after=1).orphans == 1

@@ -1,0 +1,86 @@
+"""Which cuts list which call, and when a call is forgotten."""
+
+from __future__ import annotations
+
+from rl_staleness.listings import Listings
+
+
+def test_cuts_that_list_a_call() -> None:
+    """In the order of the refits, whatever order the cuts came in; a repeated one replaces."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(2, {"c": 20, "d": 5})
+    listings.take(4, {"c": 40})
+    listings.take(3, {"c": 30})
+    assert listings.counts("c") == {2: 20, 3: 30, 4: 40}
+    assert listings.listed["c"].refits == (2, 3, 4)
+    assert listings.listed["c"].places == (20, 30, 40)
+    listings.take(3, {"c": 31})
+    assert listings.counts("c") == {2: 20, 3: 31, 4: 40}
+    assert listings.counts("x") == {}
+    assert listings.size == 2
+    assert listings.oldest(9) == 2
+    assert listings.oldest(1) == 1
+    assert Listings({"g": 1}.keys()).oldest(9) == 9
+
+
+def test_void_cuts() -> None:
+    """A call that no other cut lists goes, unless a group has it: then a late cut may list it."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(1, {"c": 1, "d": 2, "f": 3})
+    listings.take(2, {"d": 4})
+    listings.need("f", ("g",), 2)
+    listings.void(1)
+    assert listings.counts("c") == {}
+    assert listings.counts("d") == {2: 4}
+    assert listings.counts("f") == {}
+    assert listings.size == 2
+    listings.take(3, {"f": 9})
+    assert listings.counts("f") == {3: 9}
+    assert listings.listed["f"].groups == ("g",)
+    assert listings.size == 2
+
+
+def test_what_is_touched_last_is_forgotten_last() -> None:
+    """Calls go in the order in which cuts spoke of them last; those without a group are said."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(1, {"c": 1, "d": 2})
+    listings.take(2, {"d": 3})
+    assert listings.forget(0, 2) == []
+    assert listings.forget(1, 2) == [{1: 1}]
+    assert listings.forget(1, 2) == []
+    assert listings.forget(2, 2) == [{1: 2, 2: 3}]
+    assert listings.size == 0
+
+
+def test_a_late_cut_does_not_make_a_call_older() -> None:
+    """What was listed at 5 stays for as long as that says, whatever comes of 3."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(5, {"c": 1})
+    listings.take(3, {"c": 0})
+    assert listings.forget(3, 5) == []
+    assert listings.forget(4, 5) == []
+    assert listings.forget(5, 5) == [{3: 0, 5: 1}]
+
+
+def test_calls_stay_while_one_of_their_groups_waits() -> None:
+    """And for as long after that as after a cut; then they are no orphans."""
+    waiting = {"g": 1, "h": 1}
+    listings = Listings(waiting.keys())
+    listings.take(1, {"c": 1})
+    listings.need("c", ("g",), 1)
+    listings.need("c", ("h",), 2)
+    assert listings.listed["c"].groups == ("g", "h")
+    listings.need("c", ("h",), 2)
+    assert listings.listed["c"].groups == ("g", "h")
+    listings.need("d", ("g",), 2)
+    assert listings.size == 2
+    assert listings.forget(2, 6) == []
+    assert listings.size == 2
+    del waiting["g"]
+    listings.need("c", ("i",), 6)
+    assert listings.listed["c"].groups == ("h", "i")
+    waiting.clear()
+    assert listings.forget(5, 9) == []
+    assert listings.size == 2
+    assert listings.forget(6, 9) == []
+    assert listings.size == 0
