@@ -270,7 +270,7 @@ def _free(path: Path, run: str) -> tuple[Path, int]:
         file = os.open(free, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         alone = _lock(file)
         try:
-            ours = not free.stat().st_size or next(_runs(free), run) == run
+            ours = not free.stat().st_size or _run(free) in (None, run)
         except BaseException:
             os.close(file)
             raise
@@ -294,16 +294,18 @@ def _lock(file: int) -> bool:
     return True
 
 
-def _runs(path: Path) -> Iterator[str]:
+def _run(path: Path) -> str | None:
+    """The run whose trace stands there; None: it died while it wrote the first line."""
     try:
-        for event in read(path):
-            if isinstance(event, RunStarted):
-                yield event.run
+        first = next(read(path))
     except TraceError as error:
         with open(path, "rb") as file:
             start = file.read(len(_FIRST))
         if "holds no trace" not in str(error) or not _FIRST.startswith(start):
             raise TraceError(f"trace: {error}; pass trace= another file") from error
+        return None
+    assert isinstance(first, RunStarted)
+    return first.run
 
 
 def _mend(path: Path) -> int:

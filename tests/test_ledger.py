@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_staleness.events import Call, decode
+from rl_staleness.events import Call, TraceError, decode
 from rl_staleness.ledger import Ledger
 from tests.test_arithmetic import (
     aborted,
@@ -60,6 +60,15 @@ def test_counts_before_the_first_event() -> None:
     assert (made.run, made.version, made.step, made.found, made.orphans) == (None, 0, 0, [], 0)
     assert made.last_refits() == {}
     assert made.age([]).tokens == 0
+
+
+def test_an_event_before_the_start_is_refused() -> None:
+    """And changes nothing: the start that comes then is the first event."""
+    made = Ledger()
+    with pytest.raises(TraceError, match="no run_started before it"):
+        take(made, trained(0, 0))
+    assert take(made, started(3)) == []
+    assert made.version == 3
 
 
 def test_what_is_found_is_that_of_the_last_event() -> None:
@@ -300,3 +309,14 @@ def test_restored_group_of_tokens_that_the_run_never_had() -> None:
     assert take(made, trained(0, 3, "g")) == ["beyond_resume"]
     take(made, published("h", restored=True, tokens={"3": 6, "4": 0}))
     assert take(made, trained(1, 4, "h")) == []
+
+
+def test_spans_whose_newest_version_is_older_than_their_oldest() -> None:
+    """They are no spans; equal ones are."""
+    for versions, right in (([2, 2], True), ([1, 2], True), ([2, 1], False)):
+        event = published("g", call("c", 2, 4, spans=[[0, 4, *versions]]))
+        if right:
+            assert take(ledger(started(2)), event) == []
+        else:
+            with pytest.raises(TraceError, match="older than its oldest"):
+                take(ledger(started(2)), event)

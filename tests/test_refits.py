@@ -93,6 +93,9 @@ def test_which_open_refit_may_lead_to_a_version() -> None:
     assert made.may_lead_to(4, until=4) is None
     assert made.may_lead_to(0, until=9) is None
     assert made.may_lead_to(5, until=3) is None
+    failed = refits(cut(1, 1), aborted(1, 1), cut(2, 1), start=0)
+    assert failed.may_lead_to(1, until=2) == 2
+    assert failed.may_lead_to(1, until=1) is None
 
 
 @pytest.mark.parametrize("way", ["up", "twos", "failed", "mixed", "back", "same", "cuts", "gaps"])
