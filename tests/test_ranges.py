@@ -75,6 +75,12 @@ def test_covered_by(segments: list[Segment], said: list[tuple[int, int, int]]) -
 def test_covered_by_joins_what_is_alike() -> None:
     """Two spans of one version are one segment, so that a call of many spans stays short."""
     assert covered_by([(0, 5, 1), (5, 10, 1)], [(0, 10, 0, 1)]) == [(0, 10, 1, 1)]
+    assert covered_by([(5, 99, 30)], [(0, 10, 0, 1)]) == [(0, 5, 0, 1), (5, 10, 30, 30)]
+
+
+def test_widen_by_no_token() -> None:
+    """Nothing changes, nothing is split."""
+    assert widen([(0, 10, 0, 0)], 5, 5, 1, 1) == [(0, 10, 0, 0)]
 
 
 @given(st.lists(st.tuples(PLACE, PLACE, VERSION), max_size=4))

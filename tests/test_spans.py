@@ -234,6 +234,14 @@ def test_call_after_an_open_refit_by_its_stamp() -> None:
     assert found(call(version=6, after=1), engine) == ([(0, 10, 2, 5)], ["stamp"])
 
 
+def test_lost_refit_in_a_call_that_is_younger_than_the_step() -> None:
+    """It may have led to what the call had, not back to the step's version."""
+    one = call(tokens=30, version=12, after=0, until=1)
+    assert found(one, refits(start=12)) == ([(0, 30, 12, 12)], [])
+    two = call(tokens=30, version=12, after=1, until=2)
+    assert found(two, refits(start=10)) == ([(0, 30, 10, 12)], [])
+
+
 # Places.
 
 
