@@ -69,7 +69,7 @@ def test_negative_ages_of_calls() -> None:
     assert take(made, trained(0, 1, "g", kept=["g"])) == ["step_version", "negative_age"]
     assert made.found[1][1] == "call 'd' of group 'g': version 2, trained at 1"
     assert made.age(["g"]).spanning_calls == 1
-    sums = published("h", tokens={"2": 0, "1": 3, "3": 4})
+    sums = published("h", tokens={"4": 0, "2": 5, "1": 3, "3": 4})
     take(made, sums)
     assert take(made, trained(1, 2, "h")) == ["negative_age"]
     assert made.found == [("negative_age", "group 'h': version 3, trained at 2")]
@@ -81,12 +81,49 @@ def test_negative_ages_count_no_call_twice() -> None:
         started(2, start=0),
         cut(1, 1, c=4),
         done(1, 1),
-        published("g", call("c", 0, 10, after=0)),
+        published("g", call("c", 0, 10, after=0), call("x", 0, 0, after=0)),
         trained(0, 0, "g"),
         violations=2,
         spanning_calls=1,
         batch_age=-0.6,
         age_max=0,
+    )
+
+
+def test_call_that_may_be_younger_than_the_update_has_no_negative_age() -> None:
+    """It counts under its oldest version; another call of the group is too young for certain."""
+    made = ledger(started(5, start=1), done(1, 3))
+    take(made, published("g", call("c", 3, 9, after=1), call("d", 1, 9, after=0)))
+    assert take(made, trained(0, 2, "g")) == ["step_version", "negative_age"]
+    assert made.found[1][1].startswith("call 'c'")
+
+
+def test_call_of_bounds_spans_no_versions() -> None:
+    """Masked, cut at 4 and not exactly: all of it counts under version 0."""
+    check(
+        started(1, start=0),
+        cut(1, 1, exact=False, c=4),
+        done(1, 1),
+        published("g", call("c", 0, 10, **MASKED)),
+        trained(0, 1, "g"),
+        spanning_calls=0,
+        coverage=0.5,
+        tokens_by_version={0: 8},
+    )
+
+
+def test_restored_call_without_spans_is_bounded() -> None:
+    """Refits of before may have moved it; that its stamp is the engine's start proves nothing."""
+    check(
+        started(3),
+        started(3, incarnation=1),
+        trained(0, 3),
+        trained(1, 4),
+        published("g", call("c", 3, 10), restored=True),
+        trained(2, 5, "g"),
+        batch_age=2,
+        age_lo=0,
+        coverage=0,
     )
 
 

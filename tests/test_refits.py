@@ -98,7 +98,9 @@ def test_which_open_refit_may_lead_to_a_version() -> None:
     assert failed.may_lead_to(1, until=1) is None
 
 
-@pytest.mark.parametrize("way", ["up", "twos", "failed", "mixed", "back", "same", "cuts", "gaps"])
+@pytest.mark.parametrize(
+    "way", ["up", "twos", "failed", "mixed", "back", "same", "cuts", "gaps", "jump"]
+)
 def test_packed_refits_answer_as_before(way: str) -> None:
     """A long history, whose old refits are joined into runs, against one that keeps each."""
     packed, kept = Refits(start=0, orphan_after=1), Refits(start=0, orphan_after=10**6)
@@ -110,6 +112,8 @@ def test_packed_refits_answer_as_before(way: str) -> None:
         step = {"twos": 2, "same": 0, "back": -1 if nth % 7 == 3 else 1}.get(way, 1)
         if way == "mixed":
             step = 1 if nth < 70 else 3
+        if way == "jump":
+            step = 1 if nth % 11 else 3
         if way == "gaps" and nth % 9 == 0:
             number += 1
         for made in (packed, kept):
