@@ -84,3 +84,45 @@ def test_calls_stay_while_one_of_their_groups_waits() -> None:
     assert listings.size == 2
     assert listings.forget(6, 9) == []
     assert listings.size == 0
+
+
+def test_repeated_listing_at_the_last_refit() -> None:
+    """The second count replaces the first, and the refit is there once."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(2, {"c": 20})
+    listings.take(4, {"c": 40})
+    listings.take(4, {"c": 41})
+    assert listings.listed["c"].refits == (2, 4)
+    assert listings.counts("c") == {2: 20, 4: 41}
+    assert listings.oldest(9) == 2
+
+
+def test_void_cut_leaves_what_others_list() -> None:
+    """A call that it did not list stays as it is."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(1, {"c": 1})
+    listings.take(2, {"d": 2})
+    listings.void(1)
+    assert (listings.counts("c"), listings.counts("d")) == ({}, {2: 2})
+
+
+def test_unlisted_call_of_two_groups() -> None:
+    """It stays while either waits; a call that is touched at once may be forgotten at once."""
+    waiting = {"g": 1, "h": 1}
+    listings = Listings(waiting.keys())
+    listings.need("d", ("g",), 3)
+    listings.need("d", ("h",), 3)
+    del waiting["h"]
+    assert (listings.forget(3, 4), listings.size) == ([], 1)
+    for last in (0, 1):
+        alone = Listings(dict[str, int]().keys())
+        alone.need("d", ("g",), last)
+        assert (alone.forget(last, last + 1), alone.size) == ([], 0)
+
+
+def test_what_was_touched_again_hides_nothing_behind_it() -> None:
+    """The first of a refit's calls was listed later too; the second was not."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(1, {"c": 1, "d": 2})
+    listings.take(2, {"c": 3})
+    assert listings.forget(1, 2) == [{1: 2}]
