@@ -8,6 +8,8 @@ alone (all that vLLM 0.29 has) and by the spans alone.
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -89,6 +91,32 @@ def test_many_calls_at_once(run: Run, seconds: float, calls: int, tokens: int) -
     if has_spans(run.served.llm):
         assert verdict.num_spans >= 0.9 * calls
         assert verdict.spans.covered >= 0.9 * verdict.spans.tokens
+
+
+def test_lengths_and_refits_that_are_drawn(run: Run) -> None:
+    """Calls of any length that begin at any time, refits at any place: other ones at each run."""
+    seed = os.environ["RL_STALENESS_SEED"]  # new for each run, see conftest.py
+    print(f"RL_STALENESS_SEED={seed}")
+    draw = random.Random(int(seed))
+    lengths = [
+        draw.choice((1, 2, draw.randrange(3, 40), draw.randrange(40, 400))) for _ in range(90)
+    ]
+
+    async def work() -> None:
+        left, rollouts = lengths[:], list[asyncio.Task[Group]]()
+        for _ in range(draw.randrange(2, 7)):
+            for _ in range(draw.randrange(5, 16)):
+                rollouts += run.rollouts(1, left.pop()) if left else []
+            await run.reached(draw.randrange(1, 40))
+            await run.refit(clear_cache=draw.random() < 0.3)
+        rollouts += [task for length in left for task in run.rollouts(1, length)]
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    run.served.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert verdict.online.tokens == sum(lengths)
 
 
 def test_calls_begun_in_the_pause(run: Run) -> None:
