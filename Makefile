@@ -65,7 +65,7 @@ test-all: test
 
 # They wait more than they work: three at a time, a module in one process.
 core-tests: $(NEW)/.ready
-	$(NEW)/bin/python -m pytest -m "not engine $(NOT_SLOW)" -n 3 --dist loadfile
+	$(NEW)/bin/python -m pytest -m "not engine $(NOT_SLOW)" -n 3 --dist loadfile --durations 12
 
 engine-tests: $(NEW)/.ready
 	$(NEW)/bin/python -m pytest -m "engine $(NOT_SLOW)" $(ENGINE_TESTS)

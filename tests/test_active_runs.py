@@ -18,6 +18,7 @@ def test_the_active_runs_get_every_step(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.set_experiment("active")  # another test of this process may have chosen one elsewhere
     with wandb.init(project="p", dir=str(tmp_path)) as run, mlflow.start_run() as active:
         with StalenessCallback(close_timeout=60.0) as staleness:
             for step in range(3):
