@@ -13,6 +13,8 @@ __all__ = ["PendingCut", "Place"]
 class PendingCut:
     """Joins what a cut takes: the counts at the marker, and that the engine was paused there."""
 
+    __slots__ = ("_cut", "_deliver", "paused")
+
     def __init__(self, deliver: Callable[[Cut | None], None]) -> None:
         self._deliver: Callable[[Cut | None], None] | None = deliver
         self._cut: Cut | None = None

@@ -12,13 +12,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
+
 from rl_staleness.events import Call
 
 __all__ = ["Capture", "Cut", "Engine", "LiveCall", "captured", "capturing"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """Counts that an engine took at the pause of a refit."""
 
     calls: Mapping[str, int]

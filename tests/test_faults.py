@@ -506,7 +506,7 @@ def run_of(
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_long_run_in_fast_motion(uneven: bool) -> None:
-    """Ten times the history holds as many bytes: ledger, pauses, sums and all. Of refits that
+    """Six times the history holds as many bytes: ledger, pauses, sums and all. Of refits that
     fail, lead on unevenly or reach no engine, each is remembered: less than 200 bytes.
     """
     engines = [FakeEngine("a"), FakeEngine("b")]
@@ -523,11 +523,11 @@ def test_a_long_run_in_fast_motion(uneven: bool) -> None:
     tracemalloc.start()
     try:
         short = run_of(staleness, engines, 0, 150, uneven=uneven)
-        long = run_of(staleness, engines, 150, 1500, uneven=uneven)
+        long = run_of(staleness, engines, 150, 900, uneven=uneven)
     finally:
         tracemalloc.stop()
         staleness.close()
     if uneven:
-        assert (long - short) / (1350 * 3) < 200
+        assert (long - short) / (750 * 3) < 200
     else:
         assert long < short * 1.25
