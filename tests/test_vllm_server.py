@@ -111,7 +111,6 @@ def test_a_refit_that_fails_and_its_repetition(run: HttpRun) -> None:
     async def work() -> None:
         async with run.client(), run.pilot() as reached:
             rollouts = run.rollouts(30, 800)
-            await run.begun(30)
             await reached(30)
             run.staleness.on_step([])
             await run.pause()
