@@ -201,6 +201,11 @@ class StepTrained(_Line, frozen=True, tag="step_trained"):
                 _check_mask(mask, f"trained: {call!r} of {group!r}")
 
     @property
+    def consumed(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of each entry, in order; one entry where the split is not known."""
+        return self.batches if self.batches is not None else (self.groups or (),)
+
+    @property
     def num_updates(self) -> int:
         """Policy updates that the step made."""
         if self.batches is not None:

@@ -220,7 +220,7 @@ class Ledger:
             self._find("step_number", f"is {event.step}, the count is {self.step}")
         numbers = self._measure(event, find=self._find_once)
         kept = set(event.kept or ())
-        for batch in _batches(event):
+        for batch in event.consumed:
             for group in batch:
                 if group not in kept:
                     self._waiting.pop(group, None)
@@ -243,11 +243,11 @@ class Ledger:
     def _measure(self, event: StepTrained, *, find: Find) -> StepStaleness:
         masks = event.trained or {}
         missing: dict[str, None] = {}
-        trained = {name for batch in _batches(event) for name in batch} if masks else set[str]()
+        trained = {name for batch in event.consumed for name in batch} if masks else set[str]()
         for name in masks.keys() - trained:
             find(name, "", "mask_of_unknown_group", "the step did not train it")
         tokens = self._tokens(event.version, find)
-        for at, batch in enumerate(_batches(event), start=event.version):
+        for at, batch in enumerate(event.consumed, start=event.version):
             for name in batch:
                 group = self._waiting.get(name)
                 if group is None:
@@ -327,10 +327,6 @@ def _refits_before(event: RunStarted) -> dict[str, int]:
     said: object = (event.about or {}).get("refits_before")
     numbers = cast("dict[str, object]", said) if isinstance(said, dict) else {}
     return {name: number for name, number in numbers.items() if type(number) is int}
-
-
-def _batches(event: StepTrained) -> tuple[tuple[str, ...], ...]:
-    return event.batches if event.batches is not None else (event.groups or (),)
 
 
 def _ignore(group: str, call: str, name: str, detail: str) -> None:

@@ -185,8 +185,7 @@ class _Counters:
 
 def _rows_of(event: StepTrained, groups: Trained, counters: _Counters) -> Rows | str:
     """The rows of a step, each group once; or why there are none."""
-    batches = event.batches if event.batches is not None else (event.groups or (),)
-    named = {name for batch in batches for name in batch}
+    named = {name for batch in event.consumed for name in batch}
     once = {group.group.group: group for _, group in groups}
     if named - once.keys():
         return UNKNOWN_GROUPS

@@ -119,8 +119,7 @@ def groups_of(event: StepTrained, ledger: Ledger) -> Iterator[tuple[int, GroupTo
     A group in two batches comes twice; one that is not waiting is left out.
     """
     masks = event.trained or {}
-    batches = event.batches if event.batches is not None else (event.groups or (),)
-    for at, batch in enumerate(batches, start=event.version):
+    for at, batch in enumerate(event.consumed, start=event.version):
         for name in batch:
             group = ledger.published(name)
             if group is not None:
