@@ -469,7 +469,7 @@ class StalenessCallback:
         with self._guard("on_refit_done"):
             self._ensure_started()
             names = engine_names(engines)
-            version = None if version is None else self._refit_version(version)
+            version = self._refit_version(version)
             try:
                 self._guard.wait(self._pauses.moved(names, version=version))
             finally:
@@ -482,7 +482,7 @@ class StalenessCallback:
         with self._guard("on_refit_done"):
             self._ensure_started()
             names = engine_names(engines)
-            version = None if version is None else self._refit_version(version)
+            version = self._refit_version(version)
             try:
                 await self._guard.wait_async(self._pauses.moved(names, version=version))
             finally:  # also where it is cancelled: the weights are in
@@ -642,8 +642,7 @@ class StalenessCallback:
         self._ensure_started()
         if kv not in (None, "kept", "recomputed") or type(mode) is not str:
             raise ValueError(f"mode, kv: {mode!r}, {kv!r}; kv is 'kept', 'recomputed' or None")
-        if version is not None:
-            version = self._refit_version(version)
+        version = self._refit_version(version)
         return self._pauses.begin(
             engine_names(engines),
             version=self.version if version is None else version,
@@ -685,8 +684,10 @@ class StalenessCallback:
             engine_version=ledger.engine_version,
         )
 
-    def _refit_version(self, version: int) -> int:
-        """The version of a refit in this run's count."""
+    def _refit_version(self, version: int | None) -> int | None:
+        """The version of a refit in this run's count, where the trainer passes one."""
+        if version is None:
+            return None
         return self._incarnation.translated(version, expected=self._version, refit=True)
 
     def _notify(self, numbers: StepStaleness) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from rl_staleness.events import (
     Call,
+    Event,
     GroupPublished,
     RefitAborted,
     RefitCut,
@@ -206,6 +207,19 @@ def _restored(group: GroupPublished, ledger: Ledger) -> GroupPublished:
     )
 
 
+def _applied(
+    trace: str | os.PathLike[str],
+) -> Iterator[tuple[Event, StepStaleness | None]]:
+    """Every event, with what the fold makes of it."""
+    ledger = Ledger()
+    for number, event in numbered_events(trace):
+        try:
+            step = ledger.apply(event)
+        except TraceError as error:
+            raise TraceError(f"{trace}:{number}: {error}") from error
+        yield event, step
+
+
 def timed_steps(trace: str | os.PathLike[str]) -> Iterator[tuple[float, StepStaleness]]:
     """Recompute every step, each after its time in Unix seconds, undone ones included.
 
@@ -213,9 +227,9 @@ def timed_steps(trace: str | os.PathLike[str]) -> Iterator[tuple[float, StepStal
         TraceError: as `rl_staleness.trace.read`.
         OSError: it cannot be read.
     """
-    for seconds, step, _ in counted_steps(trace):
+    for event, step in _applied(trace):
         if step is not None:
-            yield seconds, step
+            yield event.time, step
 
 
 def counted_steps(
@@ -227,10 +241,9 @@ def counted_steps(
     made, the time, None, and the tokens of those by their age. Errors are those of `timed_steps`.
     """
     starts = [event.step for _, event in numbered_events(trace) if isinstance(event, RunStarted)]
-    ledger = Ledger()
     doomed: list[StepStaleness] = []  # steps that a later start will undo
     begun = 0
-    for number, event in numbered_events(trace):
+    for event, step in _applied(trace):
         if isinstance(event, RunStarted):
             begun += 1
             undone = [step for step in doomed if step.step >= event.step]
@@ -240,10 +253,6 @@ def counted_steps(
                 for each in undone:
                     tokens.update(each.tokens_by_age)
                 yield event.time, None, tokens
-        try:
-            step = ledger.apply(event)
-        except TraceError as error:
-            raise TraceError(f"{trace}:{number}: {error}") from error
         if step is not None:
             if any(step.step >= start for start in starts[begun:]):
                 doomed.append(step)
