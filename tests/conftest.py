@@ -10,6 +10,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,7 +26,17 @@ SEED = int(os.environ.setdefault("RL_STALENESS_SEED", str(secrets.randbelow(2**3
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis draws from the seed too, also in tests that do not name it."""
+    """Hypothesis draws from the seed too, also in tests that do not name it.
+
+    Where an environment variable says continuous integration it would draw the same at every run.
+    """
+    if find_spec("hypothesis") is None:  # verl's environment
+        return
+    from hypothesis import settings
+
+    if settings.get_current_profile_name() == "ci":
+        settings.register_profile("drawn anew", settings.get_profile("ci"), derandomize=False)
+        settings.load_profile("drawn anew")
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SEED)
 

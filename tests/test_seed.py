@@ -28,12 +28,11 @@ def test_fail():
 """
 
 
-def said(folder: Path, seed: str | None) -> tuple[str, str]:
-    """The seed that a quiet failing run says, and what its test drew."""
+def said(folder: Path, **variables: str) -> tuple[str, str]:
+    """The seed that a quiet failing run with these variables says, and what its test drew."""
     (folder / "test_draws.py").write_text(DRAWS)
-    environment = {k: v for k, v in os.environ.items() if k != "RL_STALENESS_SEED"}
-    if seed is not None:
-        environment["RL_STALENESS_SEED"] = seed
+    unset = {"RL_STALENESS_SEED", "CI"}
+    environment = {k: v for k, v in os.environ.items() if k not in unset} | variables
     flags = ["-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", os.devnull]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, f"--rootdir={folder}", str(folder)],
@@ -50,9 +49,10 @@ def said(folder: Path, seed: str | None) -> tuple[str, str]:
     return seeds[0], draws[0]
 
 
-def test_each_run_draws_anew_and_its_seed_repeats_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [{}, {"CI": "true"}], ids=["at a desk", "in CI"])
+def test_each_run_draws_anew_and_its_seed_repeats_it(where: dict[str, str], tmp_path: Path) -> None:
     """Two runs draw different numbers; a third, with the seed of the first, draws its again."""
-    first, second = said(tmp_path, None), said(tmp_path, None)
+    first, second = said(tmp_path, **where), said(tmp_path, **where)
     assert first[0] != second[0]
     assert first[1] != second[1]
-    assert first == said(tmp_path, first[0])
+    assert first == said(tmp_path, RL_STALENESS_SEED=first[0], **where)
