@@ -296,7 +296,10 @@ def _short(message: str) -> str:
 
 
 def _check_calls(calls: tuple[Call, ...]) -> None:
-    if not [call for call in calls if call.spans is not None or call.trained is not None]:
+    for call in calls:
+        if call.spans is not None or call.trained is not None:
+            break
+    else:
         return  # as nearly always: they are many
     for number, call in enumerate(calls):
         for span in call.spans or ():

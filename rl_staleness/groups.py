@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
-from operator import add, attrgetter, ge, sub
+from operator import attrgetter, sub
 
 import msgspec
 
-from rl_staleness.events import LARGEST, Call, GroupDropped, GroupPublished, Mask
+from rl_staleness.events import LARGEST, Call, GroupDropped, GroupPublished, Mask, Spans
 from rl_staleness.listings import Listing
 from rl_staleness.ranges import Segment, within
 from rl_staleness.refits import Finding, Refits
@@ -32,7 +32,7 @@ _KIND: Callable[[Call], _Key] = attrgetter("trained", "engine", "version", "afte
 class _Path:
     """Calls of a kind that the same cuts list: their tokens up to the first count, the next, ..."""
 
-    __slots__ = ("is_span", "newest", "num_tokens", "sole", "versions")
+    __slots__ = ("is_span", "newest", "places", "sole", "tokens", "versions")
 
     def __init__(self, versions: list[_Versions]) -> None:
         self.versions = versions
@@ -41,7 +41,21 @@ class _Path:
         """The same where it is certain, else -1."""
         self.newest = max(oldest for oldest, _ in versions)
         self.is_span = len({oldest for oldest, _ in versions}) > 1
-        self.num_tokens = [0] * len(versions)
+        self.tokens = 0
+        """Of all its calls."""
+        self.places: list[tuple[int, ...]] = []
+        """The counts of each call that has some."""
+
+    def says(self, places: tuple[int, ...], stop: int) -> Spans:
+        """The spans of a call with these counts, where the engine says the same."""
+        return tuple(zip((0, *places), (*places, stop), self.sole, strict=True))
+
+    def drain(self) -> Iterator[tuple[_Versions, int]]:
+        """Tokens by versions, of the calls since the last time."""
+        reached = [0, *map(sum, zip(*self.places, strict=True)), self.tokens]
+        yield from zip(self.versions, map(sub, reached[1:], reached), strict=False)
+        self.tokens = 0
+        self.places.clear()
 
 
 class _Kind:
@@ -128,21 +142,35 @@ class StepTokens:
                     total += number
                     newest = version if version > newest else newest
                 continue
-            path, unlisted = kind.unlisted, 0
+            alone, listed, paths, unlisted = kind.unlisted, kind.listed, kind.paths, 0
             for call in run:
-                listing, spans = kind.listed.get(call.call), call.spans
-                if listing is None and (
-                    spans is None or spans == ((0, call.tokens, path.sole[0]),)  # it says the same
-                ):
-                    unlisted += call.tokens
-                    continue
-                number, version = self._add_listed(kind, listing, call, group)
+                listing, stop, spans = listed.get(call.call), call.tokens, call.spans
+                if listing is None:
+                    if spans is None or spans == alone.says((), stop):
+                        unlisted += stop
+                        continue
+                    path = None
+                else:
+                    refits, places = listing.refits, listing.places
+                    path = paths[refits] if refits in paths else self._path(kind, refits, call)
+                    if (
+                        path is not None
+                        and listing.rising
+                        and places[-1] < stop
+                        and (spans is None or spans == path.says(places, stop))
+                    ):
+                        path.tokens += stop
+                        path.places.append(places)
+                        total += stop
+                        newest = path.newest if path.newest > newest else newest
+                        continue
+                number, version = self._add_odd(call, group, None)
                 total += number
                 newest = version if version > newest else newest
             if unlisted:
                 total += unlisted
-                path.num_tokens[0] += unlisted
-                newest = path.newest if path.newest > newest else newest
+                alone.tokens += unlisted
+                newest = alone.newest if alone.newest > newest else newest
         self.arrived += newest * total
         if group.unknown:
             self.unknown[at] += group.unknown
@@ -158,8 +186,8 @@ class StepTokens:
         tally: list[tuple[_Versions, int]] = [((v, v), n) for v, n in self._sums.items()]
         for kind in self._kinds.values():
             for path in filter(None, (kind.unlisted, *kind.paths.values())):
-                tally += zip(path.versions, path.num_tokens, strict=True)
-                path.num_tokens = [0] * len(path.versions)
+                self.spanning_calls += len(path.places) if path.is_span else 0
+                tally += path.drain()
         self._sums.clear()
         for versions, number in tally:
             if number:
@@ -172,33 +200,6 @@ class StepTokens:
             return restored_spans(call, now=self._now, limit=self._limit)
         refits = self._refits(call.engine)
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
-
-    def _add_listed(
-        self, kind: _Kind, listing: Listing | None, call: Call, group: GroupPublished
-    ) -> tuple[int, int]:
-        """Add a call that cuts list; its tokens, and the newest version that they count under."""
-        if listing is None:
-            return self._add_odd(call, group, None)
-        refits, places, stop, spans = listing.refits, listing.places, call.tokens, call.spans
-        path = kind.paths[refits] if refits in kind.paths else self._path(kind, refits, call)
-        if path is None:
-            return self._add_odd(call, group, None)
-        numbers, sole = path.num_tokens, path.sole
-        if len(places) == 1:
-            (place,) = places
-            same = spans is None or spans == ((0, place, sole[0]), (place, stop, sole[1]))
-            if not (0 < place < stop and same):
-                return self._add_odd(call, group, None)
-            numbers[0] += place
-            numbers[1] += stop - place
-        else:
-            starts, stops = (0, *places), (*places, stop)
-            same = spans is None or spans == tuple(zip(starts, stops, sole, strict=True))
-            if any(map(ge, starts, stops)) or not same:
-                return self._add_odd(call, group, None)
-            numbers[:] = map(add, numbers, map(sub, stops, starts))
-        self.spanning_calls += path.is_span
-        return stop, path.newest
 
     def _add_odd(
         self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None

@@ -198,20 +198,16 @@ class Ledger:
             names = Counter(call.call for call in calls)
             twice = [name for name, number in names.items() if number > 1]
             self._find_all(("call_named_twice", f"{n!r} of {event.group!r}") for n in twice)
-        engines, alone = self._engines, (event.group,)
-        for call in calls if not event.restored else ():
-            if call.after is None or call.after != call.until:  # the others cannot be in a cut
-                refits = engines.get(call.engine) or self._refits(call.engine)
-                refits.calls.need(call.call, alone, refits.last)
+        if not event.restored:
+            self._need(calls, (event.group,))
 
     def _group_dropped(self, event: GroupDropped) -> None:
         waiting = self._waiting.get(event.group)
         self._dropped_tokens += num_trained(event if waiting is None else waiting)
         if waiting is not None:
             self._release(event.group)
-        for call in event.calls if waiting is None else ():
-            refits = self._refits(call.engine)
-            refits.calls.need(call.call, (event.group,), refits.last)
+        else:
+            self._need(event.calls, (event.group,))
 
     def _step_trained(self, event: StepTrained) -> StepStaleness:
         if event.version != self.version:
@@ -219,12 +215,9 @@ class Ledger:
         if event.step != self.step:
             self._find("step_number", f"is {event.step}, the count is {self.step}")
         numbers = self._measure(event, find=self._find_once)
-        kept = set(event.kept or ())
-        for batch in event.consumed:
-            for group in batch:
-                if group not in kept:
-                    self._waiting.pop(group, None)
-                    self._found_before.pop(group, None)
+        used = {group for batch in event.consumed for group in batch}
+        for group in used.difference(event.kept or ()) & self._waiting.keys():
+            self._release(group)
         self.version, self.step = event.version + event.num_updates, event.step + 1
         self._violations = self._dropped_tokens = 0
         self._refit_seconds = 0.0
@@ -294,6 +287,14 @@ class Ledger:
                 orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
             )
         return refits
+
+    def _need(self, calls: Iterable[Call], group: tuple[str]) -> None:
+        """Keep what cuts say of these calls, as long as the group may ask for it."""
+        engines = self._engines
+        for call in calls:
+            if call.after is None or call.after != call.until:  # the others cannot be in a cut
+                refits = engines.get(call.engine) or self._refits(call.engine)
+                refits.calls.need(call.call, group, refits.last)
 
     def _release(self, group: str) -> None:
         del self._waiting[group]

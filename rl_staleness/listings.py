@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import KeysView
+from operator import lt
 
 import msgspec
 
@@ -25,6 +26,8 @@ class Listing(msgspec.Struct, gc=False):
     """Those whose cuts list it, in order; none: not so far."""
     places: tuple[int, ...] = ()
     """Its tokens at each of them."""
+    rising: bool = True
+    """It had a token at the first of them, and more at each of the others."""
     groups: tuple[str, ...] = ()
     """Those that it was published with; none: not yet."""
 
@@ -71,12 +74,16 @@ class Listings:
             listing = listed.get(call)
             if listing is None:
                 if call not in unlisted:
-                    listed[call] = Listing(refit, alone, (count,))
+                    listed[call] = Listing(refit, alone, (count,), count > 0)
                     continue
                 listing = listed[call] = unlisted.pop(call)  # this cut came late
-            if not listing.refits or listing.refits[-1] < refit:
-                listing.refits += alone
-                listing.places += (count,)
+            refits = listing.refits
+            if refits and refits[-1] < refit:
+                places = listing.places
+                listing.refits = refits + alone
+                listing.places = (*places, count)
+                if count <= places[-1]:
+                    listing.rising = False
             else:
                 _note(listing, {**listing.counts, refit: count})
             if listing.touched < refit:
@@ -139,3 +146,4 @@ class Listings:
 def _note(listing: Listing, counts: Counts) -> None:
     listing.refits = tuple(sorted(counts))
     listing.places = tuple(counts[refit] for refit in listing.refits)
+    listing.rising = all(map(lt, (0, *listing.places), listing.places))

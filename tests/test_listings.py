@@ -23,6 +23,25 @@ def test_cuts_that_list_a_call() -> None:
     assert Listings({"g": 1}.keys()).oldest(9) == 9
 
 
+def test_counts_that_rise() -> None:
+    """What is summed up without a look at each call has a token at its first cut, then more."""
+    listings = Listings({"g": 1}.keys())
+    listings.take(1, {"c": 10, "d": 0})
+    assert (listings.listed["c"].rising, listings.listed["d"].rising) == (True, False)
+    listings.take(3, {"c": 30})
+    assert listings.listed["c"].rising
+    listings.take(2, {"c": 30})  # it comes late, and one of the two is wrong
+    assert not listings.listed["c"].rising
+    listings.take(2, {"c": 29})
+    assert listings.listed["c"].rising
+    listings.take(4, {"c": 30})
+    assert not listings.listed["c"].rising
+    listings.void(4)
+    assert listings.listed["c"].rising
+    listings.take(1, {"c": 0})
+    assert not listings.listed["c"].rising
+
+
 def test_void_cuts() -> None:
     """A call that no other cut lists goes, unless a group has it: then a late cut may list it."""
     listings = Listings({"g": 1}.keys())
