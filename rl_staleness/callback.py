@@ -217,16 +217,39 @@ class StalenessCallback:
 
     # Hooks.
 
-    def attach(self, *engines: Engine) -> None:
-        """Take in engines; before the first hook.
+    def attach(self, *engines: Engine, version: int | None = None) -> None:
+        """Take in engines. One that joins while the run goes on does it between two refits.
+
+        Args:
+            version: policy updates in the weights that they hold, where the run has started. What
+                they began before they heard of it, as with `start`, is not known as well.
 
         Raises:
-            ValueError: a name is taken, or the run has started.
+            ValueError: a name is taken, or nobody said which weights they hold.
         """
-        if engines and self._started:
-            raise ValueError("engines: the run has started; attach them before the first hook")
+        if self._started and engines and not is_count(version):
+            raise ValueError(
+                f"version: {version!r} is no count; the run has started: pass the policy updates in"
+                " the weights that the engines hold"
+            )
+        if version is not None and not self._started:
+            raise ValueError("version: the run has not started; pass it to start(engines={name:})")
         for engine in engines:
             self._pauses.attach(engine)
+        if is_count(version):
+            with self._guard("attach"):
+                joined = [self._pauses.join(engine.name, version=version) for engine in engines]
+                self._guard.wait(joined)
+
+    def detach(self, *engines: str) -> None:
+        """Let engines go, by their names: dead ones are waited for no longer.
+
+        Another may be attached under the name of one that went.
+        """
+        for name in engines:
+            with self._guard(f"detaching engine {name!r}"):
+                self._pauses.detach(name)
+                self._guard.silent.discard(name)
 
     def start(self, *, engines: Mapping[str, int] | None = None) -> None:
         """The run starts: label the engines' weights, and wait until they know.
@@ -508,8 +531,13 @@ class StalenessCallback:
         mode: str = "keep",
         kv: Literal["kept", "recomputed"] | None = None,
     ) -> Refit:
-        """Bracket the move of the weights: cuts, then done, or aborted when the block raises."""
-        return Refit(self, version=version, engines=engines, mode=mode, kv=kv)
+        """Bracket the move of the weights: cuts, then done, or aborted when the block raises.
+
+        What the block itself says with `on_refit_done` or `on_refit_aborted`, of engines of which
+        it knows already, stands.
+        """
+        pause: dict[str, Any] = {"version": version, "engines": engines, "mode": mode, "kv": kv}
+        return Refit(self, paused=lambda: self._pauses.paused, **pause)
 
     def on_checkpoint(self) -> None:
         """The trainer saved its state: attach the trace so far to the runs. Waits for nothing."""
@@ -530,9 +558,7 @@ class StalenessCallback:
             self._pauses.close()
             self._record(RunFinished(time=self._clock(), status=status))
         self._closed = True
-        for name, engine in self._pauses.engines.items():
-            with self._guard(f"detaching engine {name!r}"):
-                engine.detach()
+        self.detach(*self._pauses.engines)
         with self._guard("close"):
             self._recorder.close()
         self._sinks.close(self.trace, timeout=self._close_timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -26,7 +26,7 @@ __all__ = ["Incarnation", "is_count"]
 _log = logging.getLogger(__name__)
 
 
-def is_count(number: object) -> bool:
+def is_count(number: object) -> TypeGuard[int]:
     """Whether a version or a step may be this."""
     return type(number) is int and number >= 0
 

@@ -111,6 +111,31 @@ class Pauses:
             raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
         self.engines[engine.name] = engine
 
+    def join(self, name: str, *, version: int) -> Answer:
+        """The run goes on with one more engine: its weights count as those of a refit."""
+        with self._lock:
+            refit = self._numbers[name] = self._started[name] = self._number(name) + 1
+        self._last_noticed.pop(name, None)
+        self._record(RefitDone(time=self._clock(), engine=name, refit=refit, version=version))
+        return _told(name, "start", partial(self.engines[name].start, version=version, refit=refit))
+
+    def detach(self, name: str) -> None:
+        """Let an engine go; a refit that it is in stays open.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        engine = self.engines.pop(name)
+        pause = self._paused.pop(name, None)
+        if pause is not None:
+            self._deliver(name, pause, None)
+        engine.detach()
+
+    @property
+    def paused(self) -> frozenset[str]:
+        """Engines whose refit is neither done nor aborted."""
+        return frozenset(self._paused)
+
     def start(self, versions: Mapping[str, int]) -> list[Answer]:
         """Tell every engine which version it holds as the run starts."""
         self._started = {name: self._number(name) for name in self.engines}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -139,6 +140,58 @@ def test_a_refit_that_raises_is_aborted_and_its_repetition_has_a_number_of_its_o
     events = [(line["event"], line.get("refit")) for line in lines(path)]
     assert ("refit_aborted", 1) in events and ("refit_done", 2) in events
     assert [line["reason"] for line in lines(path) if "reason" in line] == ["OSError"]
+
+
+@pytest.mark.parametrize("named", [None, ["x", "y"]])
+@pytest.mark.parametrize("twins", [False, True])
+def test_a_block_that_raises_aborts_where_it_was_not_told_otherwise(
+    path: Path, twins: bool, named: list[str] | None
+) -> None:
+    """Weights that reached one of two engines: both are exact, and the rest of a block is done."""
+    engines = [FakeEngine("x", counts={"a": 5}), FakeEngine("y", counts={"b": 7})]
+
+    async def refit(staleness: StalenessCallback, there: list[str], *, fails: bool) -> None:
+        def load() -> None:
+            for name in there:
+                staleness.on_refit_done(engines=[name])
+            if fails:
+                raise OSError("no route to the engine")
+
+        with contextlib.suppress(OSError):
+            if twins:
+                async with staleness.refit(engines=named):
+                    load()
+            else:
+                with staleness.refit(engines=named):
+                    load()
+
+    with StalenessCallback(trace=path, engines=engines, sinks=[]) as staleness:
+        staleness.on_step([])
+        asyncio.run(refit(staleness, ["x"], fails=True))
+        a = Call(call="a", engine="x", version=0, tokens=10, after=0, until=1)
+        b = Call(call="b", engine="y", version=0, tokens=10, after=0, until=1)
+        staleness.on_publish("g", calls=[a, b])
+        numbers = staleness.on_step(["g"])
+        asyncio.run(refit(staleness, ["y"], fails=False))
+        asyncio.run(refit(staleness, ["x", "y"], fails=True))
+    assert numbers is not None
+    assert (numbers.tokens_by_version, numbers.coverage) == ({0: 15, 1: 5}, 1.0)
+    x, y = ([event for event, *_ in engine.heard] for engine in engines)
+    assert x == ["start", "mark", "done", "mark", "done", "mark", "done", "detach"]
+    assert y == ["start", "mark", "aborted", "mark", "done", "mark", "done", "detach"]
+    assert [line for line in lines(path) if line["event"] == "violation"] == []
+
+
+def test_a_block_whose_pause_could_not_be_taken_still_says_that_weights_moved(path: Path) -> None:
+    """The calls of an engine that was refitted without a pause are not passed off as old ones."""
+    with StalenessCallback(trace=path, engines=[FakeEngine(counts={})], sinks=[]) as staleness:
+        staleness.on_step([])
+        with staleness.refit(mode=None):  # type: ignore[arg-type]
+            pass
+        staleness.on_publish("g", calls=[call("a", 10, 0, 1)])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0, 0, 1)
 
 
 def test_the_awaitable_twins_write_the_same(tmp_path: Path) -> None:
@@ -587,14 +640,74 @@ def test_an_unwritable_trace_raises_at_construction(tmp_path: Path) -> None:
         StalenessCallback(trace=tmp_path)
 
 
-def test_engines_are_attached_until_the_first_hook(path: Path) -> None:
-    """attach() takes engines as long as the run has not started."""
-    with StalenessCallback(trace=path) as staleness:
-        staleness.attach(FakeEngine("late"))
+def test_an_engine_that_joins_the_run(path: Path) -> None:
+    """Its weights count as those of a refit: what it begins has the version that was said."""
+    first, second = FakeEngine("x", counts={}), FakeEngine("y", counts={"b": 4})
+    with StalenessCallback(trace=path, engines=[first], sinks=[]) as staleness:
+        for _ in range(3):
+            staleness.on_step([])
+        staleness.attach(second, version=2)
+        early = Call(call="a", engine="y", version=2, tokens=10, after=1, until=1)
+        across = Call(call="b", engine="y", version=2, tokens=10, after=1, until=2)
+        with staleness.refit():
+            pass
+        staleness.on_publish("g", calls=[early, across])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.tokens_by_version, numbers.coverage) == ({2: 14, 3: 6}, 1.0)
+    assert numbers.violations == 0
+    assert lines(path)[0]["engines"] == {"x": 0}
+    assert second.heard[:2] == [("start", 1, 2), ("mark", 2, 3)]
+
+
+def test_an_engine_that_goes_and_another_of_its_name(path: Path) -> None:
+    """A dead engine is waited for no longer; refit numbers go on under its name."""
+    dead, sound = FakeEngine("x"), FakeEngine("x", counts={})
+    with StalenessCallback(trace=path, engines=[dead], sinks=[], timeout=0) as staleness:
         staleness.on_step([])
-        with pytest.raises(ValueError, match="engines"):
-            staleness.attach(FakeEngine("too late"))
-    assert lines(path)[0]["engines"] == {"late": 0}
+        with staleness.refit():
+            dead.deliver(Cut(calls={}))
+        dead.answer = Future
+        staleness.on_refit_paused()
+        assert staleness.silent_engines == {"x"}
+        staleness.detach("x")
+        assert staleness.silent_engines == frozenset()
+        dead.deliver(Cut(calls={"b": 1}))  # as if it had come late
+        assert staleness.missing()["refits had no cut"] == 1
+        staleness.attach(sound, version=1)
+        before = Call(call="a", engine="x", version=1, tokens=10, after=1, until=1)
+        new = Call(call="c", engine="x", version=1, tokens=10, after=3, until=3)
+        staleness.on_publish("g", calls=[before, new])
+        numbers = staleness.on_step(["g"])
+        sound.answer = Future  # a refit that the new one misses says nothing of the old one
+        with staleness.refit():
+            pass
+        assert staleness.spans(before) == [(0, 10, 1, 1)]
+    assert numbers is not None
+    assert [event for event, *_ in dead.heard] == ["start", "mark", "done", "mark", "detach"]
+    assert sound.heard[0] == ("start", 3, 1)
+    assert (numbers.tokens_by_version, numbers.coverage) == ({1: 20}, 1.0)
+
+
+def test_what_is_wrong_with_an_engine_that_joins(path: Path) -> None:
+    """Nobody guesses which weights it holds: the message says what to pass."""
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        with pytest.raises(ValueError, match=r"version: .*start\(engines="):
+            staleness.attach(FakeEngine("x"), version=0)
+        staleness.attach(FakeEngine("x"))
+        staleness.on_step([])
+        for version in (None, -1, True, 1.0):
+            with pytest.raises(ValueError, match=r"version: .*the weights that the engines hold"):
+                staleness.attach(FakeEngine("y"), version=version)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="two are named 'x'"):
+            staleness.attach(FakeEngine("x"), version=1)
+        staleness.detach("nobody")
+    assert staleness.missing() == {"times detaching engine 'nobody' failed": 1}
+    assert [line["event"] for line in lines(path)] == [
+        "run_started",
+        "step_trained",
+        "run_finished",
+    ]
 
 
 def test_after_close_hooks_do_nothing_but_count(path: Path) -> None:

@@ -541,6 +541,49 @@ def test_an_actor_that_hangs_over_two_refits(ray_trainer: Trainer) -> None:
     assert (found.covered, found.open) == ({"a": 20, "a-late": 20, "b-late": 20}, {})
 
 
+def test_an_actor_that_is_replaced_by_another(actors: dict[str, RaySeat], tmp_path: Path) -> None:
+    """One that is dead for good goes; what takes its name joins with the weights that it has."""
+    import ray
+
+    a, gone, new = actors["a"], RaySeat("b"), RaySeat("b")
+    a.come_back()
+    a.ask("renew")
+    a.new_engine()
+    trainer = Trainer(tmp_path / "rollout_trace.jsonl", {"a": a, "b": gone})
+    for seat, call in ((a, "a"), (gone, "b-early"), (gone, "b-lost")):
+        seat.begin(call)
+        seat.make(call, 10)
+    trainer.publish("b", "b-early")
+    trainer.train()
+    trainer.refit(at="cut", fault=lambda: ray.kill(gone.actor))
+    a.make("a", 10)
+    trainer.publish("a", "a")
+    trainer.train()
+    trainer.hook(trainer.staleness.detach, "b")
+    trainer.seats["b"] = new
+    new.begin("b-untold")
+    new.make("b-untold", 5)
+    version = trainer.staleness.version
+    new.obey("load", version=version)
+    trainer.hook(trainer.staleness.attach, new.engine, version=version)
+    new.make("b-untold", 5)
+    trainer.publish("b", "b-untold")
+    for seat, call in ((a, "a-late"), (new, "b-late")):
+        seat.begin(call)
+        seat.make(call, 10)
+    trainer.train()
+    trainer.refit()
+    for seat, call in ((a, "a-late"), (new, "b-late")):
+        seat.make(call, 10)
+        trainer.publish(seat.name, call)
+    step = trainer.train()
+    found = trainer.close()
+    assert found.covered == {"a": 20, "b-early": 10, "a-late": 20, "b-late": 20}
+    assert found.open == {"b-untold": 10}
+    assert (version, step.tokens_by_version) == (3, {2: 10, 3: 10, 5: 20})
+    ray.kill(new.actor)
+
+
 # Engines behind HTTP servers.
 
 
