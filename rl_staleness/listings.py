@@ -114,13 +114,13 @@ class Listings:
         if listing.touched != last:
             self._touch(call, listing, last)
 
-    def forget(self, oldest: int, last: int) -> list[Counts]:
+    def forget(self, oldest: int, last: int) -> list[tuple[int, ...]]:
         """Forget the calls that were touched last at refit ``oldest`` or before.
 
         Returns:
-            Where cuts listed the calls that no group ever published.
+            The refits whose cuts listed each call that no group ever published.
         """
-        orphans: list[Counts] = []
+        orphans: list[tuple[int, ...]] = []
         waiting, listed, unlisted = self._waiting, self.listed, self._unlisted
         for number in [number for number in self._touched if number <= oldest]:
             for call in self._touched.pop(number):
@@ -131,7 +131,7 @@ class Listings:
                     self._touch(call, listing, last)
                     continue
                 if not listing.groups:
-                    orphans.append(listing.counts)
+                    orphans.append(listing.refits)
                 if listing.refits:
                     del listed[call]
                 else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, KeysView
 from dataclasses import InitVar, dataclass, field, replace
+from itertools import chain
 
 from rl_staleness.events import LARGEST, RefitAborted, RefitCut, RefitDone
 from rl_staleness.listings import Listings
@@ -77,6 +78,8 @@ class Refits:
     _refits: dict[int, Refit] = field(default_factory=dict[int, Refit])
     _order: list[int] = field(default_factory=list[int])
     _pack_above: int = 128
+    _tidied: int = 0
+    """The last refit at which something could be forgotten."""
     calls: Listings = field(init=False)
     """Where its cuts list which call."""
     waiting: InitVar[KeysView[str] | None] = None
@@ -119,7 +122,8 @@ class Refits:
             other = older if event.version < older else newer
             detail = f"refit {refit.number} leads to {event.version}, its neighbour to {other}"
             found.append(("engine_version_back", detail))
-        self._forget()
+        if self.last - self._tidied > self.orphan_after // 8:
+            self._forget()  # as cuts do, which are written beside the engine's loop
         return found
 
     def aborted(self, event: RefitAborted) -> list[Finding]:
@@ -262,10 +266,11 @@ class Refits:
 
     def _forget(self) -> None:
         """Forget calls that are needed no more, and pack refits that are settled."""
-        for counts in self.calls.forget(self.last - self.orphan_after, self.last):
-            self.orphans += 1
-            for number in counts:
-                self._refits[number].complete = False
+        self._tidied = self.last
+        orphans = self.calls.forget(self.last - self.orphan_after, self.last)
+        self.orphans += len(orphans)
+        for number in set(chain.from_iterable(orphans)):
+            self._refits[number].complete = False
         if len(self._order) > self._pack_above:
             self._pack()
             self._pack_above = max(4 * self.orphan_after + 64, 2 * len(self._order))

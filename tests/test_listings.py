@@ -65,9 +65,9 @@ def test_what_is_touched_last_is_forgotten_last() -> None:
     listings.take(1, {"c": 1, "d": 2})
     listings.take(2, {"d": 3})
     assert listings.forget(0, 2) == []
-    assert listings.forget(1, 2) == [{1: 1}]
+    assert listings.forget(1, 2) == [(1,)]
     assert listings.forget(1, 2) == []
-    assert listings.forget(2, 2) == [{1: 2, 2: 3}]
+    assert listings.forget(2, 2) == [(1, 2)]
     assert listings.size == 0
 
 
@@ -78,7 +78,7 @@ def test_a_late_cut_does_not_make_a_call_older() -> None:
     listings.take(3, {"c": 0})
     assert listings.forget(3, 5) == []
     assert listings.forget(4, 5) == []
-    assert listings.forget(5, 5) == [{3: 0, 5: 1}]
+    assert listings.forget(5, 5) == [(3, 5)]
 
 
 def test_calls_stay_while_one_of_their_groups_waits() -> None:
@@ -144,4 +144,4 @@ def test_what_was_touched_again_hides_nothing_behind_it() -> None:
     listings = Listings({"g": 1}.keys())
     listings.take(1, {"c": 1, "d": 2})
     listings.take(2, {"c": 3})
-    assert listings.forget(1, 2) == [{1: 2}]
+    assert listings.forget(1, 2) == [(1,)]

@@ -268,7 +268,7 @@ def test_spans_that_the_response_carries(run: HttpRun) -> None:
     num_spans: list[int] = []
 
     async def one() -> None:
-        params = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        params = {"max_tokens": 3000, "temperature": 0, "ignore_eos": True}
         body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
         answers.append(await run.post("/inference/v1/generate", body))
 
