@@ -162,8 +162,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("by", ["header", "response"])
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("streams", "by"),
+    [
+        pytest.param(False, "header", id="whole-header"),
+        pytest.param(True, "response", id="stream-response"),
+        pytest.param(False, "response", id="whole-response", marks=pytest.mark.slow),
+        pytest.param(True, "header", id="stream-header", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_of_every_kind(run: HttpRun, kind: str, streams: bool, by: str) -> None:
     """Their calls are found by either id, in the order of their choices."""
@@ -268,7 +275,7 @@ def test_spans_that_the_response_carries(run: HttpRun) -> None:
     num_spans: list[int] = []
 
     async def one() -> None:
-        params = {"max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+        params = {"max_tokens": 1200, "temperature": 0, "ignore_eos": True}
         body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
         answers.append(await run.post("/inference/v1/generate", body))
 
@@ -329,6 +336,7 @@ def test_the_key_and_the_selftest(run: HttpRun) -> None:
     assert evidence["spans"] == has_spans()
 
 
+@pytest.mark.slow
 def test_a_restart(run: HttpRun) -> None:
     """The server comes up anew: its calls lose their coverage until the next refit."""
     assert run.staleness.version == run.served.version
