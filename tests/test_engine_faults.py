@@ -549,6 +549,8 @@ def test_an_actor_that_is_replaced_by_another(actors: dict[str, RaySeat], tmp_pa
     a.come_back()
     a.ask("renew")
     a.new_engine()
+    gone.come_back()
+    new.come_back()
     trainer = Trainer(tmp_path / "rollout_trace.jsonl", {"a": a, "b": gone})
     for seat, call in ((a, "a"), (gone, "b-early"), (gone, "b-lost")):
         seat.begin(call)
