@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
-from operator import attrgetter, sub
+from operator import sub
 
 import msgspec
 
@@ -23,10 +22,8 @@ Find = Callable[[str, str, str, str], None]
 _Versions = tuple[int, int]
 """(oldest, newest) that may have sampled a token; it counts under the oldest."""
 
-_Key = tuple[Mask | None, str, int, int | None, int | None]
-
-_KIND: Callable[[Call], _Key] = attrgetter("trained", "engine", "version", "after", "until")
-"""What calls that began and ended alike have in common."""
+_Key = tuple[str, int, int | None, int | None]
+"""Engine, version, ``after``, ``until``: what calls that began and ended alike have in common."""
 
 
 class _Path:
@@ -61,9 +58,10 @@ class _Path:
 class _Kind:
     """Calls of the step that began and ended alike."""
 
-    __slots__ = ("listed", "paths", "unlisted")
+    __slots__ = ("after", "engine", "listed", "paths", "unlisted", "until", "version")
 
-    def __init__(self, listed: Mapping[str, Listing], unlisted: _Path | None) -> None:
+    def __init__(self, key: _Key, listed: Mapping[str, Listing], unlisted: _Path | None) -> None:
+        self.engine, self.version, self.after, self.until = key
         self.listed = listed
         self.unlisted = unlisted
         """Those that no cut lists; None: each is looked at by itself."""
@@ -107,6 +105,8 @@ class StepTokens:
         self._limit = limit
         self._find = find
         self._kinds: dict[_Key, _Kind] = {}
+        self._kind: _Kind | None = None
+        """That of the last call."""
         self._sums: dict[int, int] = {}
         self._at = -1
 
@@ -120,64 +120,53 @@ class StepTokens:
         if at != self._at:
             self.settle()
             self._at = at
-        sums, kinds = self._sums, self._kinds
-        plain = masks is None and not group.restored
-        total, newest = 0, -1
-        for version, count in group.tokens.items():
-            if count and group.restored and version > self._limit:
-                detail = f"version {version}, but the run went on from {self._limit}"
-                self._find(group.group, "", "beyond_resume", detail)
-                self.unknown[at] += count
-            elif count:
-                total += count
-                sums[version] = sums.get(version, 0) + count
-                newest = version if version > newest else newest
-        for key, run in groupby(group.calls, _KIND):
-            kind = None
-            if plain and key[0] is None:
-                kind = kinds.get(key) or self._kind(key)
-            if kind is None or kind.unlisted is None:
-                for call in run:
-                    number, version = self._add_odd(call, group, masks)
-                    total += number
-                    newest = version if version > newest else newest
-                continue
-            alone, listed, paths, unlisted = kind.unlisted, kind.listed, kind.paths, 0
-            for call in run:
-                listing, stop, spans = listed.get(call.call), call.tokens, call.spans
-                if listing is None:
-                    if spans is None or spans == alone.says((), stop):
-                        unlisted += stop
-                        continue
-                    path = None
+        total, newest = self._add_summed(group) if group.tokens else (0, -1)
+        plain, kind = masks is None and not group.restored, self._kind
+        for call in group.calls:
+            stop, spans, path = call.tokens, call.spans, None
+            if plain and call.trained is None:
+                if (
+                    kind is None
+                    or call.version != kind.version
+                    or call.after != kind.after
+                    or call.until != kind.until
+                    or call.engine != kind.engine
+                ):
+                    kind = self._kind_of(call)
+                listing, path = kind.listed.get(call.call), kind.unlisted
+                if path is None:
+                    pass
+                elif listing is None:
+                    if spans is not None and spans != path.says((), stop):
+                        path = None
                 else:
                     refits, places = listing.refits, listing.places
+                    paths = kind.paths
                     path = paths[refits] if refits in paths else self._path(kind, refits, call)
                     if (
-                        path is not None
-                        and listing.rising
-                        and places[-1] < stop
-                        and (spans is None or spans == path.says(places, stop))
+                        path is None
+                        or not listing.rising
+                        or places[-1] >= stop
+                        or (spans is not None and spans != path.says(places, stop))
                     ):
-                        path.tokens += stop
+                        path = None
+                    else:
                         path.places.append(places)
-                        total += stop
-                        newest = path.newest if path.newest > newest else newest
-                        continue
-                number, version = self._add_odd(call, group, None)
-                total += number
-                newest = version if version > newest else newest
-            if unlisted:
-                total += unlisted
-                alone.tokens += unlisted
-                newest = alone.newest if alone.newest > newest else newest
+            if path is None:
+                stop, version = self._add_odd(call, group, masks)
+            else:
+                path.tokens += stop
+                version = path.newest if stop else -1
+            total += stop
+            if version > newest:
+                newest = version
         self.arrived += newest * total
         if group.unknown:
             self.unknown[at] += group.unknown
         if newest > at:
             self._find_negative(group, masks, at)
-        for name in masks or ():
-            if all(call.call != name for call in group.calls):
+        if masks:
+            for name in sorted(masks.keys() - {call.call for call in group.calls}):
                 detail = "it was not published one by one"
                 self._find(group.group, name, "mask_of_unknown_call", detail)
 
@@ -201,6 +190,20 @@ class StepTokens:
         refits = self._refits(call.engine)
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
 
+    def _add_summed(self, group: GroupPublished) -> tuple[int, int]:
+        """Add the calls that no refit touched; their tokens, and the newest version of them."""
+        sums, total, newest = self._sums, 0, -1
+        for version, count in group.tokens.items():
+            if count and group.restored and version > self._limit:
+                detail = f"version {version}, but the run went on from {self._limit}"
+                self._find(group.group, "", "beyond_resume", detail)
+                self.unknown[self._at] += count
+            elif count:
+                total += count
+                sums[version] = sums.get(version, 0) + count
+                newest = version if version > newest else newest
+        return total, newest
+
     def _add_odd(
         self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None
     ) -> tuple[int, int]:
@@ -216,12 +219,16 @@ class StepTokens:
             by[oldest, last] = by.get((oldest, last), 0) + stop - start
         return total, newest
 
-    def _kind(self, key: _Key) -> _Kind:
+    def _kind_of(self, call: Call) -> _Kind:
         """The kind of a call, made when its first call comes."""
-        _, engine, version, after, until = key
-        call = Call(call="", engine=engine, version=version, tokens=1, after=after, until=until)
-        refits = self._refits(engine)
-        kind = self._kinds[key] = _Kind(refits.calls.listed, self._probe(call, (), refits))
+        key = (call.engine, call.version, call.after, call.until)
+        kind = self._kind = self._kinds.get(key)
+        if kind is None:
+            engine, version, after, until = key
+            like = Call(call="", engine=engine, version=version, tokens=1, after=after, until=until)
+            refits = self._refits(engine)
+            unlisted = self._probe(like, (), refits)
+            kind = self._kind = self._kinds[key] = _Kind(key, refits.calls.listed, unlisted)
         return kind
 
     def _path(self, kind: _Kind, numbers: tuple[int, ...], call: Call) -> _Path | None:
