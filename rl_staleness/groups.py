@@ -141,8 +141,7 @@ class StepTokens:
                         path = None
                 else:
                     refits, places = listing.refits, listing.places
-                    paths = kind.paths
-                    path = paths[refits] if refits in paths else self._path(kind, refits, call)
+                    path = kind.paths.get(refits) or self._path(kind, refits, call)
                     if (
                         path is None
                         or not listing.rising
@@ -233,9 +232,9 @@ class StepTokens:
 
     def _path(self, kind: _Kind, numbers: tuple[int, ...], call: Call) -> _Path | None:
         """What the cuts of these refits make of a kind."""
-        path = self._probe(call, numbers, self._refits(call.engine))
-        kind.paths[numbers] = path
-        return path
+        if numbers not in kind.paths:
+            kind.paths[numbers] = self._probe(call, numbers, self._refits(call.engine))
+        return kind.paths[numbers]
 
     def _probe(self, call: Call, numbers: tuple[int, ...], refits: Refits) -> _Path | None:
         """The versions of a call that had a token more at each cut; None: look at each like it.
