@@ -536,7 +536,8 @@ class VllmEngine:
         """Send the label, and believe spans again when it is known to have been set in a pause.
 
         The core takes messages in the order in which they were sent, and this one is sent when
-        this returns: before that which resumes generation, whether or not anybody waits.
+        this returns, or to several cores by what the loop does next: before that which resumes
+        generation, whether or not anybody waits.
         """
         labels = self._labels
         if self._missing or labels.failed:

@@ -887,6 +887,43 @@ def test_two_engines_on_different_versions(served: Served, other: Served, tmp_pa
     staleness.close()
 
 
+@pytest.fixture(scope="module")
+def replicas(watermark_model: Path) -> Iterator[Served]:
+    """One front end with two engine cores behind it, each with half of the requests."""
+    served = Served(watermark_model, data_parallel_size=2)
+    assert len(served.llm.engine_core.core_engines) == 2
+    yield served
+    served.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.02], ids=["quiet", "busy"])
+def test_replicas_behind_one_front_end(replicas: Served, tmp_path: Path, seconds: float) -> None:
+    """Data parallel cores are paused, labelled and counted as the one engine that they are."""
+    run = Run(replicas, tmp_path / "trace.jsonl")
+    if seconds == 0.0:
+        evidence = replicas.run(run.engine.selftest())
+        assert (evidence.problems, evidence.calls, evidence.cuts) == ((), True, True)
+
+    async def work() -> None:
+        rollouts = run.rollouts(200, 200)
+        async with load(seconds):
+            for clear_cache in (False, True, False):
+                await run.reached(40)
+                await run.refit(clear_cache=clear_cache)
+                rollouts += run.rollouts(20, 100)
+        await asyncio.gather(*rollouts)
+        await run.settle()
+
+    replicas.run(work())
+    verdict = run.verdict()
+    verdict.assert_exact()
+    assert verdict.online.tokens == 200 * 200 + 60 * 100
+    assert verdict.step.spanning_calls > 0
+    if has_spans(replicas.llm):
+        assert verdict.spans.covered >= 0.9 * verdict.spans.tokens
+
+
 @pytest.mark.slow
 def test_the_synchronous_engine(watermark_model: Path, tmp_path: Path) -> None:
     """An LLM is refitted between calls: every call is of one version."""
