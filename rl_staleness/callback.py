@@ -24,8 +24,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -45,7 +46,7 @@ from rl_staleness.group import Group, name_of, names_of
 from rl_staleness.guard import Guard
 from rl_staleness.incarnation import Incarnation, is_count
 from rl_staleness.limits import Limits
-from rl_staleness.pauses import Answer, Cuts, Pauses
+from rl_staleness.pauses import Answer, Begun, Cuts, Pauses
 from rl_staleness.publication import Content, Masks, about_of, content_of, mask_of, written
 from rl_staleness.ranges import Segment
 from rl_staleness.recorder import Recorder
@@ -161,7 +162,7 @@ class StalenessCallback:
     @property
     def silent_engines(self) -> frozenset[str]:
         """Engines that did not answer in time, and have not answered since."""
-        return frozenset(self._guard.silent)
+        return frozenset(self._guard.silent & self._pauses.engines.keys())
 
     def last_refit(self, engine: str = "engine") -> int:
         """Number of an engine's last refit whose pause began, 0 if none: what a call that begins
@@ -201,7 +202,7 @@ class StalenessCallback:
                 masks={},
                 in_doubt=self._pauses.in_doubt,
                 policy_version=self.version,
-                engine_version=ledger.engine_version,
+                version_during=ledger.version_during,
             )
             before = self._incarnation.call_before(record)
             return ledger.spans(before or record, restored=before is not None)
@@ -218,38 +219,34 @@ class StalenessCallback:
     # Hooks.
 
     def attach(self, *engines: Engine, version: int | None = None) -> None:
-        """Take in engines. One that joins while the run goes on does it between two refits.
+        """Take in engines; of those that join while the run goes on, wait until they know.
 
         Args:
-            version: policy updates in the weights that they hold, where the run has started. What
-                they began before they heard of it, as with `start`, is not known as well.
+            version: policy updates in the weights that they hold, where the run has started; no
+                older than those of an engine that had the name before. What they began before they
+                heard of it, as with `start`, is not known as well.
 
         Raises:
-            ValueError: a name is taken, or nobody said which weights they hold.
+            ValueError: a name is taken, or the weights cannot be these.
         """
-        if self._started and engines and not is_count(version):
-            raise ValueError(
-                f"version: {version!r} is no count; the run has started: pass the policy updates in"
-                " the weights that the engines hold"
-            )
-        if version is not None and not self._started:
-            raise ValueError("version: the run has not started; pass it to start(engines={name:})")
-        for engine in engines:
-            self._pauses.attach(engine)
-        if is_count(version):
-            with self._guard("attach"):
-                joined = [self._pauses.join(engine.name, version=version) for engine in engines]
-                self._guard.wait(joined)
+        held = self._held_by(engines, version)
+        with self._guard("attach"):
+            self._guard.wait(self._take_in(engines, held))
+
+    async def aattach(self, *engines: Engine, version: int | None = None) -> None:
+        """Like `attach`, without blocking the loop."""
+        held = self._held_by(engines, version)
+        with self._guard("attach"):
+            await self._guard.wait_async(self._take_in(engines, held))
 
     def detach(self, *engines: str) -> None:
-        """Let engines go, by their names: dead ones are waited for no longer.
+        """Let engines go for good, by their names: dead ones are waited for no longer.
 
-        Another may be attached under the name of one that went.
+        Another one may join under the name; that of one that left its process is a new object.
         """
         for name in engines:
             with self._guard(f"detaching engine {name!r}"):
                 self._pauses.detach(name)
-                self._guard.silent.discard(name)
 
     def start(self, *, engines: Mapping[str, int] | None = None) -> None:
         """The run starts: label the engines' weights, and wait until they know.
@@ -470,7 +467,7 @@ class StalenessCallback:
                 itself; an engine that is not attached is called ``"engine"`` unless it is named.
         """
         with self._guard("on_refit_paused"):
-            self._guard.wait(self._paused(version, engines, mode, kv, cuts))
+            self._guard.wait(self._paused(version, engines, mode, kv, cuts).answers)
 
     async def aon_refit_paused(
         self,
@@ -483,7 +480,8 @@ class StalenessCallback:
     ) -> None:
         """Like `on_refit_paused`, without blocking the loop."""
         with self._guard("on_refit_paused"):
-            await self._guard.wait_async(self._paused(version, engines, mode, kv, cuts))
+            begun = self._paused(version, engines, mode, kv, cuts)
+            await self._guard.wait_async(begun.answers)
 
     def on_refit_done(
         self, *, version: int | None = None, engines: Iterable[str] | None = None
@@ -491,12 +489,12 @@ class StalenessCallback:
         """The weights are in; fires before generation resumes."""
         with self._guard("on_refit_done"):
             self._ensure_started()
-            names = engine_names(engines)
             version = self._refit_version(version)
+            ending = self._pauses.end(engine_names(engines))
             try:
-                self._guard.wait(self._pauses.moved(names, version=version))
+                self._guard.wait(self._pauses.moved(ending, version=version))
             finally:
-                self._pauses.done(names, version=version, policy=self.version)
+                self._pauses.done(ending, version=version, policy=self.version)
 
     async def aon_refit_done(
         self, *, version: int | None = None, engines: Iterable[str] | None = None
@@ -504,12 +502,12 @@ class StalenessCallback:
         """Like `on_refit_done`, without blocking the loop."""
         with self._guard("on_refit_done"):
             self._ensure_started()
-            names = engine_names(engines)
             version = self._refit_version(version)
+            ending = self._pauses.end(engine_names(engines))
             try:
-                await self._guard.wait_async(self._pauses.moved(names, version=version))
+                await self._guard.wait_async(self._pauses.moved(ending, version=version))
             finally:  # also where it is cancelled: the weights are in
-                self._pauses.done(names, version=version, policy=self.version)
+                self._pauses.done(ending, version=version, policy=self.version)
 
     def on_refit_aborted(self, *, reason: str, engines: Iterable[str] | None = None) -> None:
         """The refit failed, the engines keep their weights; fires before generation resumes."""
@@ -536,8 +534,14 @@ class StalenessCallback:
         What the block itself says with `on_refit_done` or `on_refit_aborted`, of engines of which
         it knows already, stands.
         """
-        pause: dict[str, Any] = {"version": version, "engines": engines, "mode": mode, "kv": kv}
-        return Refit(self, paused=lambda: self._pauses.paused, **pause)
+        names = engine_names(engines)
+        return Refit(
+            self,
+            engines=names,
+            guard=self._guard,
+            pause=partial(self._paused, version, names, mode, kv, None),
+            left=self._pauses.left,
+        )
 
     def on_checkpoint(self) -> None:
         """The trainer saved its state: attach the trace so far to the runs. Waits for nothing."""
@@ -558,7 +562,9 @@ class StalenessCallback:
             self._pauses.close()
             self._record(RunFinished(time=self._clock(), status=status))
         self._closed = True
-        self.detach(*self._pauses.engines)
+        for name, engine in self._pauses.engines.items():
+            with self._guard(f"detaching engine {name!r}"):
+                engine.detach()
         with self._guard("close"):
             self._recorder.close()
         self._sinks.close(self.trace, timeout=self._close_timeout)
@@ -598,6 +604,32 @@ class StalenessCallback:
             raise RuntimeError("it was called after close() and did nothing")
         if not self._started:
             self._start_run({})
+
+    def _held_by(self, engines: Sequence[Engine], version: int | None) -> int | None:
+        """The version that engines hold as they join the run; None: it has not started."""
+        self._pauses.check(engines)
+        if not self._started:
+            if version is not None:
+                raise ValueError("version: the run has not started; pass start(engines={name: })")
+            return None
+        oldest = max((self._recorder.ledger.engine_version(e.name) for e in engines), default=0)
+        if not is_count(version) or (held := self._refit_version(version) or 0) < oldest:
+            raise ValueError(
+                f"version: {version!r}; the run goes on, and what had these names was at {oldest}:"
+                " pass the policy updates in the weights that the engines hold, once they are no"
+                " older"
+            )
+        return held
+
+    def _take_in(self, engines: Sequence[Engine], held: int | None) -> list[Answer]:
+        """Have engines in the run, before its start or now; what they answer."""
+        if held is None:
+            for engine in engines:
+                self._pauses.attach(engine)
+            return []
+        self._ensure_started()
+        self._guard.silent.difference_update(engine.name for engine in engines)
+        return [self._pauses.join(engine, version=held) for engine in engines]
 
     def _begin(self, engines: Mapping[str, int] | None) -> None:
         if engines and self._started:
@@ -664,7 +696,7 @@ class StalenessCallback:
         mode: str,
         kv: Literal["kept", "recomputed"] | None,
         cuts: Cuts | None,
-    ) -> list[Answer]:
+    ) -> Begun:
         self._ensure_started()
         if kv not in (None, "kept", "recomputed") or type(mode) is not str:
             raise ValueError(f"mode, kv: {mode!r}, {kv!r}; kv is 'kept', 'recomputed' or None")
@@ -707,7 +739,7 @@ class StalenessCallback:
             sole_version=ledger.sole_version,
             in_doubt=self._pauses.in_doubt,
             policy_version=ledger.version,
-            engine_version=ledger.engine_version,
+            version_during=ledger.version_during,
         )
 
     def _refit_version(self, version: int | None) -> int | None:

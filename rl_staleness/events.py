@@ -40,6 +40,9 @@ SCHEMA = 1
 LARGEST = 2**63 - 1
 """No version, count or number of a trace is larger, so that every reader can hold it."""
 
+JOINED = "joined"
+"""Mode of the refit by which an engine joins a run that goes on: there was no call to count."""
+
 Whole = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Mask = tuple[tuple[Whole, Whole], ...]
 Spans = tuple[Annotated[tuple[Whole, ...], msgspec.Meta(min_length=3, max_length=4)], ...]

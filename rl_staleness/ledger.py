@@ -125,6 +125,15 @@ class Ledger:
         refits = self._refits(engine)
         return refits.beside(refits.last + 1)[0]
 
+    def version_during(self, call: Call) -> int:
+        """A version that its engine had while a call ran, as far as cuts say when: before the
+        first that lists it, else now."""
+        refits = self._refits(call.engine)
+        counts = refits.calls.counts(call.call)
+        if not counts:
+            return self.engine_version(call.engine)
+        return refits.before(min(counts), now=self.version)[0]
+
     def sole_version(self, engine: str, after: int, until: int) -> int | None:
         """The version of a whole call that no refit touched; None if one may have.
 

@@ -153,7 +153,7 @@ class _Counters:
     def refit(self, version: int) -> None:
         """An engine was moved to a version."""
         self._refits.add(version)
-        self._last_refit = version
+        self._last_refit = max(version, self._last_refit)
 
     def step(self, version: int, rows: Rows | str) -> None:
         """A step has brought the policy to a version."""

@@ -15,12 +15,20 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
 from rl_staleness.engines import Cut, Engine
-from rl_staleness.events import LARGEST, Event, RefitAborted, RefitCut, RefitDone, ViolationFound
+from rl_staleness.events import (
+    JOINED,
+    LARGEST,
+    Event,
+    RefitAborted,
+    RefitCut,
+    RefitDone,
+    ViolationFound,
+)
 
-__all__ = ["Answer", "Cuts", "Pauses"]
+__all__ = ["Answer", "Begun", "Cuts", "Pauses"]
 
 ENGINE = "engine"
 """Name of the engine of a trainer that attached none and named none."""
@@ -62,6 +70,18 @@ class _Pause:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The refits that one pause began, by engine, and what the engines answer to it."""
+
+    answers: list[Answer]
+    pauses: dict[str, _Pause]
+
+
+Ending: TypeAlias = dict[str, "_Pause | None"]
+"""Refits that end, by engine; None: nobody announced the pause."""
+
+
 class Pauses:
     """The refits of all engines of a run.
 
@@ -90,6 +110,7 @@ class Pauses:
         self._clock = clock
         self._last_refit = last_refit
         self._lock = threading.Lock()
+        self._attached_any = False
         self._numbers: dict[str, int] = {}
         self._paused: dict[str, _Pause] = {}
         self._started: dict[str, int] = {}
@@ -100,24 +121,48 @@ class Pauses:
         self._clerk: ThreadPoolExecutor | None = None
         self._writing: list[Future[None]] = []
 
-    def attach(self, engine: Engine) -> None:
-        """Take an engine in.
+    def check(self, engines: Iterable[Engine]) -> None:
+        """See that engines can be taken in.
 
         Raises:
-            ValueError: its name is taken, or cannot stand in a trace.
+            ValueError: a name is taken, or cannot stand in a trace.
         """
-        _check_name(engine)
-        if engine.name in self.engines:
-            raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
+        taken = set(self.engines)
+        for engine in engines:
+            _check_name(engine)
+            if engine.name in taken:
+                raise ValueError(f"engines: two are named {engine.name!r}; give each its own name")
+            taken.add(engine.name)
+
+    def attach(self, engine: Engine) -> None:
+        """Take an engine in, before the run starts."""
+        self._attached_any = True
         self.engines[engine.name] = engine
 
-    def join(self, name: str, *, version: int) -> Answer:
-        """The run goes on with one more engine: its weights count as those of a refit."""
+    def join(self, engine: Engine, *, version: int) -> Answer:
+        """Take an engine in while the run goes on: its weights count as those of a refit.
+
+        The cut of that refit says nothing of calls, and that the engine counts from 0.
+        """
+        name = engine.name
         with self._lock:
             refit = self._numbers[name] = self._started[name] = self._number(name) + 1
         self._last_noticed.pop(name, None)
+        self._record(
+            RefitCut(
+                time=self._clock(),
+                engine=name,
+                refit=refit,
+                version=version,
+                exact=False,
+                mode=JOINED,
+                generated=0,
+            )
+        )
         self._record(RefitDone(time=self._clock(), engine=name, refit=refit, version=version))
-        return _told(name, "start", partial(self.engines[name].start, version=version, refit=refit))
+        answer = _told(name, "start", partial(engine.start, version=version, refit=refit))
+        self.attach(engine)  # whoever refits all engines by now refits this one too
+        return answer
 
     def detach(self, name: str) -> None:
         """Let an engine go; a refit that it is in stays open.
@@ -130,11 +175,6 @@ class Pauses:
         if pause is not None:
             self._deliver(name, pause, None)
         engine.detach()
-
-    @property
-    def paused(self) -> frozenset[str]:
-        """Engines whose refit is neither done nor aborted."""
-        return frozenset(self._paused)
 
     def start(self, versions: Mapping[str, int]) -> list[Answer]:
         """Tell every engine which version it holds as the run starts."""
@@ -156,11 +196,10 @@ class Pauses:
         mode: str,
         kv: Literal["kept", "recomputed"] | None,
         cuts: Cuts | None,
-    ) -> list[Answer]:
+    ) -> Begun:
         """Generation is paused: number the refit on each engine and ask for the cuts."""
-        names = self._with_cuts(names, cuts)
-        answers: list[Answer] = []
-        for name in names:
+        begun = Begun([], {})
+        for name in self._with_cuts(names, cuts):
             left_open = self._paused.pop(name, None)
             if left_open is not None:
                 self._doubt(name, left_open)
@@ -169,6 +208,7 @@ class Pauses:
             with self._lock:
                 refit = self._numbers[name] = self._number(name) + 1
             pause = self._paused[name] = _Pause(refit, version, mode, kv, time.monotonic())
+            begun.pauses[name] = pause
             engine = self.engines.get(name)
             if engine is not None:
                 mark = partial(
@@ -178,37 +218,50 @@ class Pauses:
                     mode=mode,
                     deliver=partial(self._deliver, name, pause),
                 )
-                answers.append(_told(name, "pause", mark))
-                pause.noticed = answers[-1].noticed
+                begun.answers.append(_told(name, "pause", mark))
+                pause.noticed = begun.answers[-1].noticed
             pause.marking = False
-        for name in names:
+        for name, pause in begun.pauses.items():
             if cuts is not None and name in cuts:
-                self._deliver(name, self._paused[name], Cut(calls=cuts[name]))
-            elif name not in self.engines and mode in EMPTY_MODES:
-                self._deliver(name, self._paused[name], Cut(calls={}))
-            elif name not in self.engines:
-                self._deliver(name, self._paused[name], None)
-        return answers
+                self._deliver(name, pause, Cut(calls=cuts[name]))
+            elif pause.noticed is None and mode in EMPTY_MODES:
+                self._deliver(name, pause, Cut(calls={}))
+            elif pause.noticed is None:
+                self._deliver(name, pause, None)
+        return begun
 
-    def moved(self, names: Iterable[str] | None, *, version: int | None) -> list[Answer]:
+    def left(self, begun: Begun | None, names: Iterable[str] | None) -> list[str]:
+        """The engines of a block of which nothing was said since it began.
+
+        Args:
+            begun: None if its pause could not be taken: all but those that are paused for another.
+        """
+        if begun is None:
+            return [name for name in self._chosen(names) if name not in self._paused]
+        return [name for name, pause in begun.pauses.items() if self._paused.get(name) is pause]
+
+    def end(self, names: Iterable[str] | None) -> Ending:
+        """The weights are in on these engines: whatever is said of them from now on is later."""
+        return {name: self._paused.pop(name, None) for name in self._chosen(names)}
+
+    def moved(self, ending: Ending, *, version: int | None) -> list[Answer]:
         """The weights are in: tell the engines. `done` writes it down."""
         answers: list[Answer] = []
-        for name, engine in self._attached(names):
-            pause = self._paused.get(name)
-            if pause is not None:
+        for name, pause in ending.items():
+            engine = self.engines.get(name)
+            if engine is not None and pause is not None:
                 to = pause.version if version is None else version
                 answers.append(_told(name, "done", partial(engine.done, pause.refit, version=to)))
                 pause.labelled = answers[-1].noticed
         return answers
 
-    def done(self, names: Iterable[str] | None, *, version: int | None, policy: int) -> None:
+    def done(self, ending: Ending, *, version: int | None, policy: int) -> None:
         """Write down that the refit is done on each engine.
 
         Args:
             policy: version of the policy, for a refit whose pause nobody announced.
         """
-        for name in self._chosen(names):
-            pause = self._paused.pop(name, None)
+        for name, pause in ending.items():
             if pause is None:
                 self._violation("refit_done_without_pause", f"engine {name!r} was not paused")
                 with self._lock:
@@ -230,8 +283,7 @@ class Pauses:
     def abort(self, names: Iterable[str] | None, *, reason: str) -> list[Answer]:
         """The refit failed on these engines: write it down and tell them."""
         answers: list[Answer] = []
-        for name in self._chosen(names):
-            pause = self._paused.pop(name, None)
+        for name, pause in self.end(names).items():
             if pause is None:
                 self._violation("refit_aborted_without_pause", f"engine {name!r} was not paused")
                 continue
@@ -338,7 +390,9 @@ class Pauses:
     def _chosen(self, names: Iterable[str] | None) -> list[str]:
         if names is not None:
             return [names] if isinstance(names, str) else list(names)
-        return list(self.engines) or list(self._numbers) or [ENGINE]
+        if self._attached_any:
+            return list(self.engines)
+        return list(self._numbers) or [ENGINE]
 
     def _with_cuts(self, names: Iterable[str] | None, cuts: Cuts | None) -> list[str]:
         """The engines that are paused: without others, those that ``cuts`` names.
@@ -350,16 +404,13 @@ class Pauses:
         shapes: list[object] = list(cuts.values())
         if not all(isinstance(calls, Mapping) for calls in shapes):
             raise ValueError(f"cuts: {cuts!r} is no {{engine: {{call: tokens}}}}")
-        if names is None and not self.engines:
+        if names is None and not self._attached_any:
             return list(dict.fromkeys([*self._numbers, *cuts])) or [ENGINE]
         chosen = self._chosen(names)
         astray = sorted(cuts.keys() - set(chosen))
         if astray:
             raise ValueError(f"cuts: {astray} are not paused, {chosen} are; pass engines=")
         return chosen
-
-    def _attached(self, names: Iterable[str] | None) -> list[tuple[str, Engine]]:
-        return [(n, self.engines[n]) for n in self._chosen(names) if n in self.engines]
 
     def last_refit(self, engine: str) -> int:
         """Number of the last refit of an engine whose pause began; 0 if none."""

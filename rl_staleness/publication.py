@@ -23,8 +23,8 @@ Masks = Mapping[str, Sequence[Sequence[int]]]
 SoleVersion = Callable[[str, int, int], int | None]
 """(engine, after, until) to the version of a whole call, None where a refit may have touched it."""
 
-EngineVersion = Callable[[str], int]
-"""An engine to the version of its weights."""
+VersionDuring = Callable[[Call], int]
+"""A call to a version that its engine had while it ran."""
 
 InDoubt = Callable[[str, int | None, int | None], tuple[bool, bool]]
 """(engine, after, until) to whether those numbers, and the spans of such a call, may be too old."""
@@ -54,7 +54,7 @@ def content_of(
     sole_version: SoleVersion,
     in_doubt: InDoubt,
     policy_version: int,
-    engine_version: EngineVersion,
+    version_during: VersionDuring,
 ) -> Content:
     """Sum up the calls that are settled and list the others.
 
@@ -62,7 +62,7 @@ def content_of(
         masks: final loss masks of the calls that have one; other calls are trained whole.
         sum_up: False if masks may still change, or the calls are from before a resume.
         policy_version: nothing that was generated so far can be newer.
-        engine_version: as `written`.
+        version_during: as `written`.
     """
     calls = tuple(calls)
     if len(set(map(_CALL, calls))) < len(calls):
@@ -86,7 +86,7 @@ def content_of(
             masks=masks,
             in_doubt=in_doubt,
             policy_version=policy_version,
-            engine_version=engine_version,
+            version_during=version_during,
         )
         listed.append(record)
     return Content(tokens, tuple(listed), num_summed)
@@ -133,27 +133,27 @@ def written(
     masks: Masks,
     in_doubt: InDoubt,
     policy_version: int,
-    engine_version: EngineVersion,
+    version_during: VersionDuring,
 ) -> Call:
     """A call as it is written: with its mask, and with nothing in doubt or newer than the policy.
 
     Args:
-        engine_version: of an engine now. A call that began before its engine heard of the run has
+        version_during: of the engine. A call that began before that had heard of the run has
             bounds, and no stamp of its own that could contradict anything.
     """
     record = call.record() if isinstance(call, LiveCall) else call
     mask = masks.get(record.call)
     if mask is not None:
         record = msgspec.structs.replace(record, trained=mask_of(mask))
-    if record.spans and any(span[-1] == LARGEST for span in record.spans):
+    is_open = any(span[-1] == LARGEST for span in record.spans or ())
+    if is_open:
         clipped = tuple(
             (*span[:-1], max(span[-2], policy_version)) if span[-1] == LARGEST else span
-            for span in record.spans
+            for span in record.spans or ()
         )
         record = msgspec.structs.replace(record, spans=clipped)
-        if record.after is None:
-            version = engine_version(record.engine)
-            record = msgspec.structs.replace(record, version=version)
+    if record.after is None and (is_open or not record.tokens):
+        record = msgspec.structs.replace(record, version=version_during(record))
     numbers, spans = in_doubt(record.engine, record.after, record.until)
     if numbers:
         record = msgspec.structs.replace(record, after=None, until=None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_staleness.guard import Guard
+from rl_staleness.pauses import Begun
 
 if TYPE_CHECKING:
     from rl_staleness.callback import StalenessCallback
@@ -16,22 +19,35 @@ class Refit:
     """Cuts as it begins; done as it ends, or aborted when it raises.
 
     Args:
-        paused: the engines whose refit is neither done nor aborted.
-        pause: what is said at the pause.
+        engines: those that it is for; None: all.
+        pause: begins the refit of each of them.
+        left: those of which nothing was said since then.
     """
 
     def __init__(
-        self, callback: StalenessCallback, *, paused: Callable[[], frozenset[str]], **pause: Any
+        self,
+        callback: StalenessCallback,
+        *,
+        engines: list[str] | None,
+        guard: Guard,
+        pause: Callable[[], Begun],
+        left: Callable[[Begun | None, list[str] | None], list[str]],
     ) -> None:
         self._callback = callback
-        self._paused = paused
-        self._engines = engine_names(pause["engines"])
-        self._pause: dict[str, Any] = {**pause, "engines": self._engines}
-        self._begun: frozenset[str] = frozenset()
+        self._engines = engines
+        self._guard = guard
+        self._pause = pause
+        self._left = left
+        self._begun: Begun | None = None
 
     def __enter__(self) -> None:
-        self._callback.on_refit_paused(**self._pause)
-        self._begun = self._paused()
+        try:
+            with self._guard("on_refit_paused"):
+                self._begun = self._pause()
+                self._guard.wait(self._begun.answers)
+        except BaseException as error:  # interrupted, or strict: the block will not run
+            self.__exit__(type(error), error, None)
+            raise
 
     def __exit__(
         self,
@@ -39,22 +55,20 @@ class Refit:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        left = self._left()
-        if left == []:
-            return
-        if kind is None:
+        left = self._left(self._begun, self._engines)
+        if left and kind is None:
             self._callback.on_refit_done(engines=left)
-        else:
+        elif left and kind is not None:
             self._callback.on_refit_aborted(reason=kind.__name__, engines=left)
 
     async def __aenter__(self) -> None:
         try:
-            await self._callback.aon_refit_paused(**self._pause)
+            with self._guard("on_refit_paused"):
+                self._begun = self._pause()
+                await self._guard.wait_async(self._begun.answers)
         except BaseException as error:  # cancelled, or strict: the block will not run
-            reason = type(error).__name__
-            await self._callback.aon_refit_aborted(reason=reason, engines=self._engines)
+            await self.__aexit__(type(error), error, None)
             raise
-        self._begun = self._paused()
 
     async def __aexit__(
         self,
@@ -62,18 +76,11 @@ class Refit:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        left = self._left()
-        if left == []:
-            return
-        if kind is None:
+        left = self._left(self._begun, self._engines)
+        if left and kind is None:
             await self._callback.aon_refit_done(engines=left)
-        else:
+        elif left and kind is not None:
             await self._callback.aon_refit_aborted(reason=kind.__name__, engines=left)
-
-    def _left(self) -> list[str] | None:
-        """Of which engines nothing was said in the block; if no pause was taken, all of them."""
-        begun = self._begun if self._engines is None else self._begun & set(self._engines)
-        return sorted(begun & self._paused()) if begun else self._engines
 
 
 def engine_names(engines: Iterable[str] | None) -> list[str] | None:

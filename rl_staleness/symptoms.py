@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from rl_staleness.events import (
+    JOINED,
     Call,
     Event,
     Gap,
@@ -76,6 +77,8 @@ class _Lack(msgspec.Struct):
     line: int
     why: str = "a refit without a cut"
     done: bool = False
+    joined: bool = False
+    """It is how its engine joined the run."""
 
 
 class _Seen(msgspec.Struct):
@@ -114,7 +117,7 @@ class Symptoms:
         self._time, self._last_line = event.time, line
         if isinstance(event, RunStarted):
             self._start(line, event, ledger)
-        elif self._ended:
+        elif self._ended and not isinstance(event, GroupDropped):  # that a resume gives up
             add("line_after_end", line, f"a {type(event).__struct_config__.tag}")
         self._ended = isinstance(event, RunFinished)
         if isinstance(event, Gap):
@@ -210,16 +213,18 @@ class Symptoms:
             seen.lacking[number] = _Lack(line)
         lack = seen.lacking.get(number, _Lack(line))
         if isinstance(event, RefitCut):
-            lack.why = "an inexact cut" if event.exact is False else ""
+            lack.joined = event.mode == JOINED
+            lack.why = "an inexact cut" if event.exact is False and not lack.joined else ""
         elif isinstance(event, RefitAborted):
             seen.aborted = line
             seen.lacking.pop(number, None)
         else:
             lack.done, lack.line = True, line
             seen.aborted, seen.refitted, seen.informed = 0, True, True
-            if self._refits:  # steps before the first one are no rhythm
+            if self._refits and not lack.joined:  # steps before the first one are no rhythm
                 self._longest = max(self._longest, self._since_refit)
-            self._refits, self._since_refit = self._refits + 1, 0
+            if not lack.joined:
+                self._refits, self._since_refit = self._refits + 1, 0
         if lack.done and not lack.why:
             seen.lacking.pop(number, None)
         while len(seen.lacking) > REFITS_KEPT:

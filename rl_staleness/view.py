@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from rl_staleness.events import (
+    JOINED,
     Call,
     Event,
     Gap,
@@ -308,7 +309,7 @@ class _Collector:
     def _note(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
-        elif isinstance(event, RefitCut) and event.exact is not False:
+        elif isinstance(event, RefitCut) and (event.exact is not False or event.mode == JOINED):
             self._cut.add((event.engine, event.refit))
         elif isinstance(event, Gap):
             self._view.lost_lines += event.lost

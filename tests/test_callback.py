@@ -20,6 +20,7 @@ import pytest
 
 from rl_staleness import Call, StalenessCallback, steps
 from rl_staleness.engines import Cut, LiveCall, capturing
+from rl_staleness.events import LARGEST
 from rl_staleness.staleness import StepStaleness
 from tests.fakes import FakeEngine, RaisingSink, RecordingSink, noticed
 
@@ -658,6 +659,17 @@ def test_an_engine_that_joins_the_run(path: Path) -> None:
     assert numbers.violations == 0
     assert lines(path)[0]["engines"] == {"x": 0}
     assert second.heard[:2] == [("start", 1, 2), ("mark", 2, 3)]
+    cut = next(line for line in lines(path) if line["event"] == "refit_cut")
+    del cut["time"]
+    assert cut == {
+        "event": "refit_cut",
+        "engine": "y",
+        "refit": 1,
+        "version": 2,
+        "exact": False,
+        "mode": "joined",
+        "generated": 0,
+    }
 
 
 def test_an_engine_that_goes_and_another_of_its_name(path: Path) -> None:
@@ -699,8 +711,10 @@ def test_what_is_wrong_with_an_engine_that_joins(path: Path) -> None:
         for version in (None, -1, True, 1.0):
             with pytest.raises(ValueError, match=r"version: .*the weights that the engines hold"):
                 staleness.attach(FakeEngine("y"), version=version)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="two are named 'x'"):
-            staleness.attach(FakeEngine("x"), version=1)
+        for names in (["z", "x"], ["z", "z"]):  # one is wrong: none is taken in
+            with pytest.raises(ValueError, match="two are named"):
+                staleness.attach(*map(FakeEngine, names), version=1)
+        assert list(staleness._pauses.engines) == ["x"]
         staleness.detach("nobody")
     assert staleness.missing() == {"times detaching engine 'nobody' failed": 1}
     assert [line["event"] for line in lines(path)] == [
@@ -708,6 +722,198 @@ def test_what_is_wrong_with_an_engine_that_joins(path: Path) -> None:
         "step_trained",
         "run_finished",
     ]
+
+
+def test_an_engine_joins_with_weights_no_older_than_those_of_its_name(path: Path) -> None:
+    """Or its version would go back; under a name of its own nothing stands against it."""
+    with StalenessCallback(trace=path, engines=[FakeEngine("x", counts={})], sinks=[]) as staleness:
+        staleness.on_step([])
+        with staleness.refit():
+            pass
+        staleness.detach("x")
+        with pytest.raises(ValueError, match=r"version: 0; .* was at 1: .*once they are no older"):
+            staleness.attach(FakeEngine("x"), version=0)
+        staleness.attach(FakeEngine("y"), version=0)
+        staleness.attach(FakeEngine("x"), version=1)
+    assert staleness.missing() == {}
+
+
+def test_a_version_that_joins_is_in_the_trainers_count(path: Path) -> None:
+    """Of a trainer whose count starts again after a resume, like that of a refit."""
+    with StalenessCallback(trace=path, run="r", sinks=[]) as staleness:
+        for _ in range(10):
+            staleness.on_step([])
+    late = FakeEngine("late")
+    with StalenessCallback(trace=path, run="r", sinks=[]) as staleness:
+        staleness.on_step([], version=0)  # 10 here
+        staleness.attach(late, version=1)
+    assert late.heard[0] == ("start", 1, 11)
+
+
+def test_without_engines_there_is_nothing_to_refit(path: Path) -> None:
+    """When the only one has gone, hooks without names do not go on for it."""
+    engine = FakeEngine(counts={})
+    with StalenessCallback(trace=path, engines=[engine], sinks=[]) as staleness:
+        staleness.on_step([])
+        staleness.detach("engine")
+        with staleness.refit():
+            pass
+        staleness.on_refit_aborted(reason="nothing")
+        staleness.on_refit_done()
+        assert staleness.last_refit() == 0
+    assert staleness.missing() == {}
+    assert engine.heard == [("start", 0, 0), ("detach", 0, None)]
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_engines_that_come_and_go_while_a_refit_ends(path: Path, goes: bool) -> None:
+    """It ends on the engines that it was told of as it did, whoever is there at the end."""
+    engines = [FakeEngine("a", counts={}), FakeEngine("b", counts={})]
+
+    async def main(staleness: StalenessCallback) -> None:
+        staleness.on_step([])
+        await staleness.aon_refit_paused()
+        answers = [Future[None](), Future[None]()]
+        for engine, answer in zip(engines, answers, strict=True):
+            engine.answer = lambda answer=answer: answer  # type: ignore[misc]
+        ending = asyncio.create_task(staleness.aon_refit_done())
+        await asyncio.sleep(0)
+        if goes:
+            staleness.detach("b")
+        else:
+            staleness.attach(FakeEngine("c", counts={}), version=0)
+        for answer in answers:
+            answer.set_result(None)
+        await ending
+
+    with StalenessCallback(trace=path, engines=engines, sinks=[]) as staleness:
+        asyncio.run(main(staleness))
+    assert staleness.missing() == {}
+    done = [(e["engine"], e["refit"]) for e in lines(path) if e["event"] == "refit_done"]
+    assert sorted(done) == [("a", 1), ("b", 1)] + ([] if goes else [("c", 1)])
+
+
+def test_an_engine_that_goes_while_the_others_are_told(path: Path) -> None:
+    """Nobody is forgotten for that: the hook waits for those that are there."""
+    a, b = FakeEngine("a", counts={}), FakeEngine("b")
+    with StalenessCallback(trace=path, engines=[a, b], sinks=[], timeout=0.01) as staleness:
+        staleness.on_step([])
+        a.answer = Future
+
+        def answer() -> Future[None]:
+            staleness.detach("b")
+            return noticed()
+
+        b.answer = answer
+        staleness.on_refit_paused()
+        assert staleness.silent_engines == {"a"}
+        assert staleness.missing() == {
+            "refits had no cut": 1,
+            "times telling engine 'a' of pause failed": 1,
+        }
+
+
+def test_an_engine_joins_without_blocking_the_loop(path: Path) -> None:
+    """One that is still being built may need the loop for its answer."""
+    slow = FakeEngine("slow")
+
+    async def main(staleness: StalenessCallback) -> None:
+        staleness.on_step([])
+        answer: Future[None] = Future()
+        slow.answer = lambda: answer
+        asyncio.get_running_loop().call_later(0.05, answer.set_result, None)
+        await staleness.aattach(slow, version=1)
+        assert answer.done()
+
+    with StalenessCallback(trace=path, sinks=[], timeout=20) as staleness:
+        asyncio.run(main(staleness))
+    assert staleness.missing() == {}
+
+
+@pytest.mark.parametrize("other_fails", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_blocks_of_two_tasks_end_their_own_refits(
+    path: Path, fails: bool, other_fails: bool
+) -> None:
+    """One is done with an engine, which another has paused again before the first one ends."""
+
+    async def block(
+        staleness: StalenessCallback, engines: list[str], steps: list[asyncio.Event], fails: bool
+    ) -> None:
+        begun, told, go = steps
+        with contextlib.suppress(OSError):
+            async with staleness.refit(engines=engines):
+                begun.set()
+                await told.wait()
+                if len(engines) == 2:
+                    await staleness.aon_refit_done(engines=["x"])
+                    told.clear()
+                await go.wait()
+                if fails:
+                    raise OSError("no route to the engine")
+
+    async def main(staleness: StalenessCallback) -> None:
+        first, second = ([asyncio.Event() for _ in range(3)] for _ in range(2))
+        tasks = [asyncio.create_task(block(staleness, ["x", "y"], first, fails))]
+        await first[0].wait()
+        first[1].set()
+        while first[1].is_set():
+            await asyncio.sleep(0)
+        staleness.on_step([])
+        tasks.append(asyncio.create_task(block(staleness, ["x"], second, other_fails)))
+        await second[0].wait()
+        second[1].set()
+        for step, task in zip((first, second), tasks, strict=True):
+            step[2].set()
+            await task
+
+    engines = [FakeEngine("x", counts={}), FakeEngine("y", counts={})]
+    with StalenessCallback(trace=path, engines=engines, sinks=[]) as staleness:
+        staleness.on_step([])
+        asyncio.run(main(staleness))
+    said = [(e["event"][6:], e["engine"], e["refit"]) for e in lines(path) if "refit" in e]
+    ends = {False: "done", True: "aborted"}
+    assert [line for line in said if line[0] != "cut"] == [
+        ("done", "x", 1),
+        (ends[fails], "y", 1),
+        (ends[other_fails], "x", 2),
+    ]
+    assert staleness.missing() == {}
+
+
+def test_a_block_whose_pause_is_refused_leaves_another_ones_alone(path: Path) -> None:
+    """It says of the other engines that they were refitted, which nobody announced."""
+    engines = [FakeEngine("x", counts={}), FakeEngine("y", counts={})]
+    with StalenessCallback(trace=path, engines=engines, sinks=[]) as staleness:
+        staleness.on_step([])
+        with contextlib.suppress(OSError), staleness.refit(engines=["x"]):
+            with staleness.refit(mode=None):  # type: ignore[arg-type]
+                pass
+            raise OSError("no route to the engine")
+    said = [(e["event"], e["engine"]) for e in lines(path) if "refit" in e]
+    assert said == [("refit_cut", "x"), ("refit_done", "y"), ("refit_aborted", "x")]
+    assert staleness.missing()["violations refit_done_without_pause"] == 1
+
+
+@pytest.mark.parametrize("tokens", [20, 0])
+def test_a_call_that_began_before_its_engine_heard_contradicts_nothing(
+    path: Path, tokens: int
+) -> None:
+    """A cut lists it, and another refit comes before it is published: bounds, and no violation."""
+    engine = FakeEngine(counts={"u": 5} if tokens else {})
+    with StalenessCallback(trace=path, engines=[engine], version=3, sinks=[]) as staleness:
+        for _ in range(2):
+            staleness.on_step([])
+            with staleness.refit():
+                pass
+        untold = LiveCall(call="u", engine="engine", version=0, tokens=tokens, ended=True)
+        untold.spans = ((0, tokens, 0, LARGEST),) if tokens else None
+        staleness.on_publish("g", calls=[untold])
+        numbers = staleness.on_step(["g"])
+    assert numbers is not None
+    assert (numbers.tokens, numbers.violations) == (tokens, 0)
+    if tokens:
+        assert (numbers.coverage, numbers.age_lo, numbers.age_hi) == (0, 0, 5)
 
 
 def test_after_close_hooks_do_nothing_but_count(path: Path) -> None:

@@ -297,6 +297,43 @@ def test_how_much_is_noted(name: str, times: int, file: Path) -> None:
     assert remark.times == times
 
 
+def joined(refit: int, version: int, **fields: Any) -> list[Line]:
+    """What stands in a trace where an engine f joins the run."""
+    refitted = {"engine": "f", "version": version}
+    return [
+        cut(refit, exact=False, mode="joined", generated=0, **refitted),
+        done(refit, **refitted),
+    ]
+
+
+def test_an_engine_that_joins_lacks_nothing(file: Path) -> None:
+    """It had no call to count; and refits that stopped have not come again with it."""
+    lines = [start(), *joined(1, 0), step(1, 0), cut(1), done(1), end()]
+    assert names(examined(file, *lines)) == {"step_without_tokens"}
+    silent = [step(n, n - 1) for n in range(4, 14)]
+    with_one = [start(), *THREE, *silent[:5], *joined(1, 3), *silent[5:], end()]
+    assert "refits_stopped" in names(examined(file, *with_one))
+
+
+def test_what_a_resume_gives_up_after_the_end(file: Path) -> None:
+    """A run that was closed goes on from an earlier checkpoint: the drops are of its past."""
+    again = start(incarnation=1)
+    lines = [start(), G, end(), dropped("g", reason="rolled back"), again, step(1, 0), end()]
+    assert "line_after_end" not in names(examined(file, *lines))
+
+
+def test_another_process_under_the_name_of_an_engine_counts_anew(file: Path) -> None:
+    """What the first one made is not what the second one counts, however much that is."""
+    f = {"engine": "f", "version": 0}
+    lines = [start(engines={"f": 0}), cut(1, generated=100, **f), done(1, **f)]
+    lines += [*joined(2, 0), cut(3, generated=150, **f), done(3, **f)]
+    made = [call(n, 100, 0, engine="f", after=a, until=a) for n, a in (("old", 0), ("new", 2))]
+    found = examined(file, *lines, published("g", *made), step(1, 0, "g"), end())
+    assert found.broken == []
+    assert found.balance.generated is None
+    assert found.balance.open == ["an engine's counter fell: it was attached anew"]
+
+
 @pytest.mark.parametrize(("silent", "stopped"), [(12, False), (13, True), (30, True)])
 def test_refits_stop_after_four_times_the_longest_gap(
     file: Path, silent: int, stopped: bool

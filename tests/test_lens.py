@@ -221,6 +221,8 @@ def test_pipelinerl_counts_samples_up_to_the_last_refit(file: Path) -> None:
     ]
     assert last(file, *lines).values["pipelinerl"] == 6
     assert last(file, *lines[:-1], cut(2), done(2), lines[-1]).values["pipelinerl"] == 8
+    other = done(1, engine="f", version=0)  # it joins with the weights of the start
+    assert last(file, *lines[:-1], other, lines[-1]).values["pipelinerl"] == 6
 
 
 def test_training_steps_are_not_refits(file: Path) -> None:
