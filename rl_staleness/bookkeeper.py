@@ -12,6 +12,7 @@ import msgspec
 
 from rl_staleness.balance import Account, Balance
 from rl_staleness.events import (
+    JOINED,
     Call,
     Event,
     Gap,
@@ -32,6 +33,8 @@ MOST_REASONS = 64
 """Reasons of drops that are told apart; the others are summed under one name."""
 
 OTHER = "(other reasons)"
+
+ANEW = "an engine's counter fell: it was attached anew"
 
 
 class _Cut(msgspec.Struct):
@@ -181,6 +184,8 @@ class Bookkeeper:
         self._cuts = {name: _Cut() for name in event.engines}
 
     def _refit(self, event: RefitCut | RefitDone | RefitAborted, ledger: Ledger) -> None:
+        if isinstance(event, RefitCut) and event.mode == JOINED and event.engine in self._cuts:
+            self._open[ANEW] = None  # what its predecessor made since its last cut, nobody said
         cut = self._cuts.setdefault(event.engine, _Cut())
         if event.refit > cut.seen:
             cut.seen, cut.before = event.refit, ledger.engine_version(event.engine)
@@ -194,7 +199,7 @@ class Bookkeeper:
     def _take_cut(self, event: RefitCut, cut: _Cut) -> None:
         fell = event.generated is not None and event.generated < (cut.generated or 0)
         if fell and event.refit > cut.refit:  # a repeated cut replaces the first
-            self._open["an engine's counter fell: it was attached anew"] = None
+            self._open[ANEW] = None
         cut.generated = event.generated
         cut.refit, cut.exact = event.refit, event.exact is not False
         cut.calls = dict(event.calls)

@@ -142,7 +142,7 @@ class Pauses:
     def join(self, engine: Engine, *, version: int) -> Answer:
         """Take an engine in while the run goes on: its weights count as those of a refit.
 
-        The cut of that refit says nothing of calls, and that the engine counts from 0.
+        The cut of that refit says nothing of calls.
         """
         name = engine.name
         with self._lock:
@@ -156,7 +156,6 @@ class Pauses:
                 version=version,
                 exact=False,
                 mode=JOINED,
-                generated=0,
             )
         )
         self._record(RefitDone(time=self._clock(), engine=name, refit=refit, version=version))

@@ -668,7 +668,6 @@ def test_an_engine_that_joins_the_run(path: Path) -> None:
         "version": 2,
         "exact": False,
         "mode": "joined",
-        "generated": 0,
     }
 
 
