@@ -47,6 +47,8 @@ class _Cut(msgspec.Struct):
     generated: int | None = None
     before: int = -1
     """The version that the engine had before its last refit, -1 if it had none."""
+    since: int = 0
+    """The version that the engine has had from this cut on, or from its refit's end."""
     seen: int = 0
     """The highest refit that any line names."""
     after: int = 0
@@ -191,9 +193,15 @@ class Bookkeeper:
             cut.seen, cut.before = event.refit, ledger.engine_version(event.engine)
         if isinstance(event, RefitCut) and event.refit >= cut.refit:
             self._take_cut(event, cut)
+            cut.since = ledger.engine_version(event.engine)
+        elif isinstance(event, RefitDone) and event.refit == cut.refit:
+            cut.since = event.version
         cut.ahead = {name: call for name, call in cut.ahead.items() if _until(call) >= event.refit}
         if len(self._sums) > 64:
-            oldest = min(ledger.engine_version(name) for name in self._cuts)
+            oldest = min(
+                cut.since if cut.refit else ledger.engine_version(name)
+                for name, cut in self._cuts.items()
+            )
             self._sums = Counter({v: n for v, n in self._sums.items() if v >= oldest})
 
     def _take_cut(self, event: RefitCut, cut: _Cut) -> None:
@@ -219,9 +227,9 @@ class Bookkeeper:
             self._sums.setdefault(ledger.engine_version(name), 0)
         if not self._cuts:
             self._open["no engine is known"] = None
-        now = {ledger.engine_version(name) for name in self._cuts}
+        had = [(cut.since, ledger.engine_version(name)) for name, cut in self._cuts.items()]
         for version, count in self._sums.items():
-            if version not in now:
+            if not any(since <= version <= now for since, now in had):
                 continue  # no engine has had it since its last cut
             if any(cut.before >= version for cut in self._cuts.values()):
                 self._undecided += count

@@ -322,6 +322,16 @@ def test_what_a_resume_gives_up_after_the_end(file: Path) -> None:
     assert "line_after_end" not in names(examined(file, *lines))
 
 
+def test_tokens_of_between_the_last_cut_and_a_refit_without_one(file: Path) -> None:
+    """The engine had their version when it was counted, and for as long after that as it had it."""
+    lines = [start(), step(1, 0), cut(1, {"c": 4}, generated=4), aborted(1), done(2, version=1)]
+    lines += [published("g", tokens={"0": 9}, about={"summed_calls": {"0": 1}}), step(2, 1, "g")]
+    found = examined(file, *lines, end())
+    assert [remark.name for remark in found.broken] == []
+    assert (found.balance.generated, found.balance.trained.tokens) == (4, 9)
+    assert (found.balance.lost_lo, found.balance.lost_hi) == (0, 0)
+
+
 @pytest.mark.parametrize("first_was_refitted", [True, False])
 def test_another_process_under_the_name_of_an_engine_counts_anew(
     file: Path, first_was_refitted: bool
