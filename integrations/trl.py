@@ -141,7 +141,13 @@ class StalenessCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
     ) -> None:
         """Follow the rows; find the trainer, where it was not given."""
-        if not state.is_world_process_zero or self._closed:
+        if not state.is_world_process_zero:
+            return
+        if self._closed:
+            _log.warning(
+                "rl_staleness: the training that this callback followed has ended, and nothing is"
+                " measured now; give another training a StalenessCallback of its own"
+            )
             return
         if self._trainer is None:
             self._attach(_trainer_of(train_dataloader))

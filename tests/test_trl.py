@@ -501,6 +501,15 @@ def test_another_trainer_is_refused() -> None:
         StalenessCallback(SimpleNamespace(), sinks=[], trace=None)
 
 
+def test_a_second_training_is_not_silently_unmeasured(caplog: pytest.LogCaptureFixture) -> None:
+    """A callback follows one training; TRL's trainer would call it again in the next."""
+    callback = StalenessCallback(trace=None, sinks=[])
+    callback.detach()
+    state = SimpleNamespace(is_world_process_zero=True)
+    callback.on_train_begin(None, state, None, train_dataloader=[])
+    assert "give another training a StalenessCallback of its own" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("part", "name", "listed"),
     [
