@@ -117,7 +117,7 @@ class RunView(msgspec.Struct, kw_only=True):
     found: dict[str, Found] = {}
     """Violations by name, those outside the rows included."""
     refits: Counter[str] = msgspec.field(default_factory=Counter[str])
-    """Refits that were done, by engine."""
+    """Refits that were done, by engine; how one joined the run is none of them."""
     aborted: Counter[str] = msgspec.field(default_factory=Counter[str])
     without_cut: Counter[str] = msgspec.field(default_factory=Counter[str])
     """Refits that were done with no count of the running calls, or one that is not exact."""
@@ -273,6 +273,7 @@ class _Collector:
         self._since = Interval()
         self._done: set[tuple[str, int]] = set()
         self._cut: set[tuple[str, int]] = set()
+        self._joined: set[tuple[str, int]] = set()
 
     def take(self, event: Event) -> None:
         view = self._view
@@ -290,6 +291,8 @@ class _Collector:
             )
             self._since = Interval()
         elif isinstance(event, RefitDone):
+            if (event.engine, event.refit) in self._joined:
+                return
             self._done.add((event.engine, event.refit))
             view.refits[event.engine] += 1
             self._refit(event, aborted=None)
@@ -309,7 +312,9 @@ class _Collector:
     def _note(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
-        elif isinstance(event, RefitCut) and (event.exact is not False or event.mode == JOINED):
+        elif isinstance(event, RefitCut) and event.mode == JOINED:
+            self._joined.add((event.engine, event.refit))
+        elif isinstance(event, RefitCut) and event.exact is not False:
             self._cut.add((event.engine, event.refit))
         elif isinstance(event, Gap):
             self._view.lost_lines += event.lost

@@ -23,6 +23,7 @@ from rl_staleness.ledger import Ledger
 from rl_staleness.symptoms import FIRST_LINES, MOST_NAMES, OTHER, REFITS_KEPT, Remarks
 from rl_staleness.trace import read
 from rl_staleness.trained import groups_of
+from rl_staleness.view import look_at
 from tests.fakes import FakeEngine
 from tests.lines import (
     Line,
@@ -313,6 +314,12 @@ def test_an_engine_that_joins_lacks_nothing(file: Path) -> None:
     silent = [step(n, n - 1) for n in range(4, 14)]
     with_one = [start(), *THREE, *silent[:5], *joined(1, 3), *silent[5:], end()]
     assert "refits_stopped" in names(examined(file, *with_one))
+
+
+def test_an_engine_that_joins_is_no_refit_in_a_picture(file: Path) -> None:
+    """Its table counts what the trainer did, and what lacks a cut."""
+    view = look_at(write(file, start(), *joined(1, 0), step(1, 0), cut(1), done(1), done(2), end()))
+    assert (dict(view.refits), dict(view.without_cut)) == ({"e": 2}, {"e": 1})
 
 
 def test_what_a_resume_gives_up_after_the_end(file: Path) -> None:
