@@ -525,13 +525,14 @@ class AsyncLLM:
         self.engine: ScriptedEngine | None = None
 
     async def generate(self, *, tokens: int) -> Any:
-        """A request of so many tokens, the half of which are made when the engine runs again."""
+        """A request of so many tokens, half of them made once the engine has been paused."""
         engine = self.engine
         assert engine is not None
         self.num_requests += 1
         live = engine.submit(f"{engine.name}/{self.num_requests}")
         live.tokens = tokens // 2
-        await asyncio.sleep(0.3)
+        while "resume" not in self.heard:
+            await asyncio.sleep(0.01)
         live.tokens = tokens
         engine.end(live)
         yield [1] * tokens
@@ -758,6 +759,9 @@ class RayWorker(VllmAsyncGenerationWorker):
     async def heard(self) -> list[str]:
         return list(self.llm.heard)
 
+    async def num_running(self) -> int:
+        return len(self.llm.engine.running) if self.llm.engine else 0
+
 
 class ActorGroup:
     """A worker group of handles: as the real one sends a method to one worker."""
@@ -806,7 +810,9 @@ class RayController(SingleControllerActor):
 
         self._rollout_manager.rollout = rollout
         running = asyncio.ensure_future(self._rollout_manager.run_rollout(None))
-        await asyncio.sleep(0.15)
+        for handle in self._handles:
+            while not await handle.num_running.remote():
+                await asyncio.sleep(0.01)
         await self.train_step(1)
         await buffer.commit(second, await running, 0, 1)
         await self.train_step(1)

@@ -1083,10 +1083,7 @@ def test_turns_of_the_controller_in_actors_of_ray(cluster: Any, tmp_path: Path) 
     first, second = list(steps(trace))
     assert (first.tokens, first.violations) == (1, 0)
     assert (second.tokens, second.coverage, second.violations) == (80, 1.0, 0)
-    # How far the two have come when the refit begins is the machine's to say: ten tokens a time.
-    assert sorted(second.tokens_by_version) == [0, 1]
-    assert {count % 10 for count in second.tokens_by_version.values()} == {0}
-    assert second.spanning_calls >= 1
+    assert (second.tokens_by_version, second.spanning_calls) == ({0: 20, 1: 60}, 2)
     assert heard[0].count("pause keep False") == 2
 
 

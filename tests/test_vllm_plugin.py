@@ -161,7 +161,7 @@ def test_an_actor_that_died(front_ends: Any, monkeypatch: pytest.MonkeyPatch) ->
         engine.done(1, version=1).result(5)
     assert [call.call for call in engine.calls({"a": 5})] == ["a/lost0"]
     actor.failing = False
-    assert [call.tokens for call in engine.calls("a")] == [5]
+    assert [call.tokens for call in engine.calls("a", timeout=30)] == [5]
     engine.detach()
 
 
