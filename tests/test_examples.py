@@ -95,6 +95,7 @@ def cuts_against_spans(trace: Path) -> int:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_synchronous_demo_reads_zero(tmp_path: Path) -> None:
     """Nothing is older than the step that trains it, and the engine has exactly its weights."""
     pytest.importorskip("ray")
