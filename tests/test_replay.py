@@ -485,7 +485,13 @@ def interrupt(how: str, *arguments: str, **environment: str) -> int:
     return subprocess.run(command, env=own, capture_output=True, timeout=120).returncode
 
 
-@pytest.mark.parametrize("how", [INTERRUPTED, KILLED], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(INTERRUPTED, id="interrupted", marks=pytest.mark.slow),
+        pytest.param(KILLED, id="killed"),
+    ],
+)
 def test_wandb_an_interrupted_replay_is_completed_by_the_next(
     how: str, trace: str, stub: Any
 ) -> None:

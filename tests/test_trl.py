@@ -588,6 +588,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_two_ranks(model: Path, tmp_path: Path) -> None:
     """The first one holds the queue and hands out the rows of both: it alone tells, of all."""
     with socket.socket() as probe:
