@@ -716,6 +716,7 @@ def test_what_is_wrong_with_an_engine_that_joins(path: Path) -> None:
         assert list(staleness._pauses.engines) == ["x"]
         staleness.detach("nobody")
     assert staleness.missing() == {"times detaching engine 'nobody' failed": 1}
+    assert lines(path)[0]["engines"] == {"x": 0}
     assert [line["event"] for line in lines(path)] == [
         "run_started",
         "step_trained",

@@ -173,6 +173,18 @@ class Trainer:
         for name in names:
             order(name, "resume")
 
+    def refit_across_calls(self) -> StepStaleness:
+        """Refit the engines at token 10 of 20 of a call of each, ``a-late`` and so on; train it."""
+        for name, seat in self.seats.items():
+            seat.begin(f"{name}-late")
+            seat.make(f"{name}-late", 10)
+        self.train()
+        self.refit()
+        for name, seat in self.seats.items():
+            seat.make(f"{name}-late", 10)
+            self.publish(name, f"{name}-late")
+        return self.train()
+
     def close(self) -> Compared:
         """Close, and hold every token of the trace against the truth."""
         self.hook(self.staleness.close)
@@ -451,15 +463,7 @@ def killed_in_a_refit(trainer: Trainer, point: str, *, again: bool) -> Compared:
     for name, call in (("a", "a-over"), ("b", "b-over")):
         trainer.seats[name].make(call, 5)
         trainer.publish(name, call)
-    for name, call in (("a", "a-late"), ("b", "b-late")):
-        trainer.seats[name].begin(call)
-        trainer.seats[name].make(call, 10)
-    trainer.train()
-    trainer.refit()
-    for name, call in (("a", "a-late"), ("b", "b-late")):
-        trainer.seats[name].make(call, 10)
-        trainer.publish(name, call)
-    trainer.train()
+    trainer.refit_across_calls()
     return trainer.close()
 
 
@@ -527,15 +531,7 @@ def test_an_actor_that_hangs_over_two_refits(ray_trainer: Trainer) -> None:
     ray_trainer.publish("b", "b")
     ray_trainer.train()
     ray_trainer.refit()
-    for seat, call in ((a, "a-late"), (b, "b-late")):
-        seat.begin(call)
-        seat.make(call, 10)
-    ray_trainer.train()
-    ray_trainer.refit()
-    for seat, call in ((a, "a-late"), (b, "b-late")):
-        seat.make(call, 10)
-        ray_trainer.publish(seat.name, call)
-    ray_trainer.train()
+    ray_trainer.refit_across_calls()
     found = ray_trainer.close()
     assert found.covered.pop("b", 0) + found.open.pop("b", 0) == 20
     assert (found.covered, found.open) == ({"a": 20, "a-late": 20, "b-late": 20}, {})
@@ -570,15 +566,7 @@ def test_an_actor_that_is_replaced_by_another(actors: dict[str, RaySeat], tmp_pa
     trainer.hook(trainer.staleness.attach, new.engine, version=version)
     new.make("b-untold", 5)
     trainer.publish("b", "b-untold")
-    for seat, call in ((a, "a-late"), (new, "b-late")):
-        seat.begin(call)
-        seat.make(call, 10)
-    trainer.train()
-    trainer.refit()
-    for seat, call in ((a, "a-late"), (new, "b-late")):
-        seat.make(call, 10)
-        trainer.publish(seat.name, call)
-    step = trainer.train()
+    step = trainer.refit_across_calls()
     found = trainer.close()
     assert found.covered == {"a": 20, "b-early": 10, "a-late": 20, "b-late": 20}
     assert found.open == {"b-untold": 10}
@@ -886,15 +874,7 @@ def test_messages_that_are_lost_slow_or_twofold(http_trainer: Trainer, fault: st
     for seat, call in ((a, "a"), (b, "b")):
         seat.make(call, 10)
         http_trainer.publish(call, call)
-    for seat, call in ((a, "a-late"), (b, "b-late")):
-        seat.begin(call)
-        seat.make(call, 10)
-    http_trainer.train()
-    http_trainer.refit()
-    for seat, call in ((a, "a-late"), (b, "b-late")):
-        seat.make(call, 10)
-        http_trainer.publish(seat.name, call)
-    http_trainer.train()
+    http_trainer.refit_across_calls()
     found = http_trainer.close()
     if fault == "slow":  # the mark was answered in the pause, or not
         assert found.covered.pop("b", 0) + found.open.pop("b", 0) == 20
@@ -924,15 +904,7 @@ def test_a_server_that_hangs_in_a_refit(http_trainer: Trainer, point: str) -> No
     http_trainer.publish("b", "b")
     http_trainer.train()
     http_trainer.refit()
-    for seat, call in ((a, "a-late"), (b, "b-late")):
-        seat.begin(call)
-        seat.make(call, 10)
-    http_trainer.train()
-    http_trainer.refit()
-    for seat, call in ((a, "a-late"), (b, "b-late")):
-        seat.make(call, 10)
-        http_trainer.publish(seat.name, call)
-    http_trainer.train()
+    http_trainer.refit_across_calls()
     found = http_trainer.close()
     assert {**found.covered, "b": 0} == {"a": 20, "a-late": 20, "b-late": 20, "b": 0}
 
