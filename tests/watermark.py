@@ -90,6 +90,10 @@ class Weights:
         weight.zero_()
         weight[:, token(version)] = 1.0
 
+    def set_pace(self, seconds: float) -> None:
+        """Sleep so long before each step."""
+        self.model_runner.model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+
 
 def write_model(folder: Path) -> Path:
     """Write the model at version 0, with a tokenizer that spells token 7 as ``w7``."""

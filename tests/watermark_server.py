@@ -27,11 +27,21 @@ from rl_staleness import StalenessCallback
 from rl_staleness.events import Call, RefitCut
 from rl_staleness.integrations.vllm_http import MIDDLEWARE, VllmServerEngine
 from rl_staleness.trace import read
-from tests.watermark import ARGUMENTS, SETTINGS, Compared, Verdict, _replay, versions_of
+from tests.watermark import ARGUMENTS, SETTINGS, Compared, Verdict, _replay, token, versions_of
 
 KEY = "a key of the test's server"
 
 ROOT = Path(__file__).parent.parent
+
+PACE = 0.003
+"""Seconds that the engine sleeps before each step.
+
+Without it engine and worker, which wait for each other in busy loops, keep two cores so busy that
+other processes do not run for seconds: a client's calls are over before it can ask for a refit.
+"""
+
+LONGEST = 3500
+"""Tokens of a call that is meant to outlast what a test does."""
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -86,6 +96,7 @@ class ServedOverHttp:
         end = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < end:
             with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health"):
+                self.ask("POST", "/collective_rpc", {"method": "set_pace", "args": [PACE]})
                 return self
             time.sleep(0.2)
         log = self._log.read_text()
@@ -216,7 +227,7 @@ class HttpRun:
     async def pilot(self) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
         """A long stream, to say when calls like it have so many tokens more; then it hangs up."""
         request, received, seen = self.next_request(), [[]], 0
-        body = self.body(3500)
+        body = self.body(LONGEST)
         reading = asyncio.create_task(
             self.stream("/v1/completions", body, received, request=request)
         )
@@ -245,6 +256,14 @@ class HttpRun:
             **more,
         }
 
+    def until(self, updates: int) -> dict[str, Any]:
+        """What ends a call at its first token of weights so many updates after the first ones.
+
+        However late this process or the server's front end is, such a call is cut by the refits
+        before.
+        """
+        return {"max_tokens": LONGEST, "stop_token_ids": [token(self.first + updates)]}
+
     def next_request(self) -> str:
         """A name for a request."""
         self._sent += 1
@@ -256,6 +275,14 @@ class HttpRun:
         answer = await self.post("/v1/completions", self.body(tokens, **more), request=request)
         received = [choice["token_ids"] for choice in answer["choices"]]
         await self.publish(request, received)
+
+    async def ahead(self, number: int, tokens: int) -> None:
+        """Wait until so many requests since `client` are so many tokens further.
+
+        They are in the engine then, since a call that came after them has as many tokens.
+        """
+        await self.begun(number)
+        await self.rollout(tokens)
 
     async def begun(self, number: int) -> None:
         """Wait until so many requests have reached the server since `client`."""
