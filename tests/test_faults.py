@@ -207,7 +207,7 @@ def test_a_trainer_killed_anywhere_leaves_a_true_trace_and_goes_on_exactly(
     """
     print(f"RL_STALENESS_SEED={SEED}")
     chance = random.Random(SEED)
-    deaths = runs = 0
+    deaths = runs = most = 0
     while deaths < KILLS:
         runs += 1
         folder = tmp_path / str(runs)
@@ -221,7 +221,8 @@ def test_a_trainer_killed_anywhere_leaves_a_true_trace_and_goes_on_exactly(
         assert made(path) == whole, f"run {runs}"
         lives = [event for event in read(path) if isinstance(event, RunStarted)]
         assert [life.incarnation for life in lives] == list(range(len(lives)))
-    assert runs < deaths
+        most = max(most, len(lives))
+    assert most > 2  # some went on more than once
 
 
 # The disk.
