@@ -56,6 +56,7 @@ class StepStaleness(msgspec.Struct, frozen=True, kw_only=True):
     age_lo: float | None
     """No assignment of the uncertain tokens gives a lower mean over all trained tokens."""
     age_hi: float | None
+    """Nor a higher one. Tokens without any version are in these means and not in `batch_age`."""
     tokens: int
     """Trained tokens, those of unknown version included."""
     tokens_by_version: dict[int, int]

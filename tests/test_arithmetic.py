@@ -657,6 +657,22 @@ def test_unknown_tokens_in_a_second_update() -> None:
     )
 
 
+def test_unknown_tokens_that_are_younger_than_the_rest() -> None:
+    """The bounds weigh them and the age does not: one token trained at 1 and again at 3 has age 2;
+    with one that no version is known of, trained at 1, the mean of the three is at most 5/3.
+    """
+    check(
+        started(1),
+        published("known", tokens={"0": 1}),
+        published("unknown", tokens={}, unknown=1),
+        trained(0, 1, batches=[["known", "unknown"], [], ["known"]]),
+        batch_age=2,
+        age_lo=Fraction(4, 3),
+        age_hi=Fraction(5, 3),
+        coverage=Fraction(2, 3),
+    )
+
+
 # A call that begins and ends at other moments than its refits.
 
 
