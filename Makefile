@@ -7,6 +7,7 @@
 #   verl-tests  the adapter for verl against verl's released classes
 #   coverage  branches that tests without an engine reach: all of the evidence core, most of the core
 #   mutants   breaks the arithmetic in some 1,900 ways and asks the tests (MODULES="spans ..."; long)
+#   explore   the random histories, forty times as many, drawn anew (EXAMPLES=20000)
 #   bench     the benchmarks: ratios, each taken in one run
 #   pictures  the pictures of the README, made anew from two runs of the demo (needs Chromium)
 #   lint, types, format, clean
@@ -30,6 +31,7 @@ CORE_TESTS = $(patsubst %,tests/test_%.py,arithmetic ranges spans ledger refits 
 	trace bad_traces properties callback resume faults doctor lens report artifacts)
 REACHED = 95
 MODULES =
+EXAMPLES ?= 20000
 
 # Nothing here reports home or asks a model hub.
 export VLLM_NO_USAGE_STATS ?= 1
@@ -48,7 +50,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_COMPILE_DISABLE ?= 1
 endif
 
-.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 verl-tests lint types format coverage mutants bench pictures clean
+.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 verl-tests lint types format coverage mutants explore bench pictures clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -86,6 +88,9 @@ coverage: $(NEW)/.ready
 
 mutants: $(NEW)/.ready
 	$(NEW)/bin/python -m tests.mutation $(MODULES)
+
+explore: $(NEW)/.ready
+	RL_STALENESS_EXAMPLES=$(EXAMPLES) $(NEW)/bin/python -m pytest tests/test_properties.py
 
 lint: $(NEW)/.ready
 	$(NEW)/bin/ruff check .

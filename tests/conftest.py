@@ -1,7 +1,8 @@
 """Fixtures that several tests share, and the seed of what they draw.
 
 Every run draws a new seed and says it, before the tests and after failed ones; what is drawn at
-random comes from it, so that RL_STALENESS_SEED set to the same number draws the same again.
+random comes from it, so that RL_STALENESS_SEED set to the same number draws the same again, as
+`.ci/run` does.
 """
 
 from __future__ import annotations
