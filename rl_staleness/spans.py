@@ -81,13 +81,16 @@ def restored_spans(call: Call, *, now: int, limit: int) -> tuple[list[Segment], 
 def _in_this_run(
     segments: list[Segment], limit: int, found: list[Finding], refits: Refits | None = None
 ) -> list[Segment]:
-    """Give up what is newer than what the run went on from, unless one of its refits led there."""
-    beyond = {
-        segment[2]
-        for segment in segments
-        if segment[2] > limit
-        and (refits is None or refits.leading_to(segment[2], below=LARGEST) is None)
-    }
+    """Give up what is newer than what the run went on from, unless one of its refits led there, or
+    may have: it is not known to be done yet."""
+    beyond = {s[2] for s in segments if s[2] > limit}
+    if refits is not None:
+        beyond -= {
+            version
+            for version in beyond
+            if refits.leading_to(version, below=LARGEST) is not None
+            or refits.may_lead_to(version, until=LARGEST) is not None
+        }
     if not beyond:
         return segments
     found.append(("beyond_resume", f"version {max(beyond)}, but the run went on from {limit}"))

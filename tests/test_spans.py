@@ -105,6 +105,22 @@ def test_spans_from_before_of_versions_that_the_run_never_had() -> None:
     assert found(unsaid, engine) == ([(0, 10, 7, 7)], [])  # nobody says that it is from before
 
 
+def test_spans_of_a_refit_of_the_resumed_run_that_is_not_known_to_be_done_yet() -> None:
+    """It may have led there, so they are believed, until it is known to have failed."""
+    of = {"after": 5, "spans": ((0, 2, 3), (2, 10, 5))}
+    open_one = refits(cut(6, 5, c=2), start=3, base=5, limit=4)
+    assert found(call(**of), open_one) == ([(0, 2, 3, 3), (2, 10, 5, 5)], [])
+    newer = {"after": 5, "spans": ((0, 2, 3), (2, 10, 7))}
+    segments, names = found(call(**newer), open_one)
+    assert segments == [(0, 2, 3, 3), (2, 10, NEVER, NEVER)]
+    assert names[-1] == "beyond_resume"
+    failed = RefitAborted(time=0.0, engine="e", refit=6, version=5, reason="no network")
+    open_one.aborted(failed)
+    segments, names = found(call(**of), open_one)
+    assert segments == [(0, 2, 3, 3), (2, 10, NEVER, NEVER)]
+    assert names == ["beyond_resume"]
+
+
 def test_engine_ahead_of_a_resumed_run() -> None:
     """What it started with is its version, also where the policy has it not; of a call from before
     the refit that led there it is none that the run had.
