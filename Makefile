@@ -4,6 +4,7 @@
 #   demo-trl  the same by TRL's trainer, against a vLLM server
 #   test      lint, types, the core's tests, the engine tests under both vLLM versions
 #   test-all  the same with the tests marked slow
+#   engine-tests-next  the same tests on a vLLM without a build for the CPU (NEXT=0.33.0)
 #   verl-tests  the adapter for verl against verl's released classes
 #   coverage  branches that tests without an engine reach: all of the evidence core, most of the core
 #   mutants   breaks the arithmetic in some 1,900 ways and asks the tests (MODULES="spans ..."; long)
@@ -18,6 +19,7 @@ NOT_SLOW = and not slow
 
 NEW := .venv
 OLD := .venv-vllm029
+OVERLAY := .vllm-next
 VERL := .venv-verl
 TYPED = rl_staleness examples $(wildcard tests/typing)
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests)
@@ -32,6 +34,7 @@ CORE_TESTS = $(patsubst %,tests/test_%.py,arithmetic ranges spans ledger refits 
 REACHED = 95
 MODULES =
 EXAMPLES ?= 20000
+NEXT ?= 0.33.0
 
 # Nothing here reports home or asks a model hub.
 export VLLM_NO_USAGE_STATS ?= 1
@@ -50,7 +53,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_COMPILE_DISABLE ?= 1
 endif
 
-.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 verl-tests lint types format coverage mutants explore bench pictures clean
+.PHONY: demo demo-trl test test-all core-tests engine-tests engine-tests-029 engine-tests-next verl-tests lint types format coverage mutants explore bench pictures clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -74,6 +77,12 @@ engine-tests: $(NEW)/.ready
 
 engine-tests-029: $(OLD)/.ready
 	$(OLD)/bin/python -m pytest -m "engine $(NOT_SLOW)" $(ENGINE_TESTS)
+
+# Its Python on the compiled parts of the newest vLLM that has such a build.
+engine-tests-next: $(NEW)/.ready
+	@sh .ci/overlay $(NEW)/bin/python $(NEXT) $(OVERLAY)
+	PYTHONPATH=$(CURDIR)/$(OVERLAY) $(NEW)/bin/python -m pytest -m "engine $(NOT_SLOW)" \
+		tests/test_vllm.py tests/test_vllm_server.py tests/test_vllm_plugin.py
 
 # verl pins versions that vLLM does not take: its released classes have an environment of their own.
 verl-tests: $(VERL)/.ready
@@ -112,7 +121,7 @@ pictures: $(NEW)/.ready
 	$(NEW)/bin/python -m tests.pictures
 
 clean:
-	rm -rf $(NEW) $(OLD) $(VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(NEW) $(OLD) $(VERL) $(OVERLAY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An environment is made anew when its lock changes; this package is linked into it anew when its
 # metadata changes.

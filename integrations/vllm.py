@@ -1,4 +1,4 @@
-"""vLLM in this process, 0.29 to 0.32: an AsyncLLM, or the synchronous LLM, as an engine.
+"""vLLM in this process, 0.29 to 0.33: an AsyncLLM, or the synchronous LLM, as an engine.
 
 Nothing is subclassed: a few bound methods of the running object are wrapped, and given back by
 `VllmEngine.detach`. No request, output or refit waits for what happens here, and no exception of
@@ -41,19 +41,18 @@ from concurrent.futures import Future, InvalidStateError
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from rl_staleness.engines import Capture, Cut, LiveCall, captured, capturing
 from rl_staleness.events import LARGEST
 from rl_staleness.integrations.vllm_labels import Labels, remember
 from rl_staleness.integrations.vllm_markers import PendingCut, Place
+from rl_staleness.integrations.vllm_pauses import Cache, PauseWatch
 
 __all__ = ["Evidence", "VllmEngine"]
 
-TESTED = ("0.29.", "0.30.", "0.31.", "0.32.")
-"""The sources of these were read; the first and the last are tested token by token."""
-
-_Kv: TypeAlias = Literal["kept", "recomputed"] | None
+TESTED = ("0.29.", "0.30.", "0.31.", "0.32.", "0.33.")
+"""The sources of these were read; 0.29, 0.32 and 0.33 are tested token by token."""
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +134,6 @@ class VllmEngine:
         self._blocks = not inspect.iscoroutinefunction(getattr(self._front, "add_request", None))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lora_version = lora_version
-        self._on_pause = on_pause
         self._adapters: dict[
             int, tuple[int, int | None]
         ] = {}  # (refit, version) that loaded it, by id
@@ -145,7 +143,6 @@ class VllmEngine:
         self._refit = 0
         self._open = False  # that refit is neither done nor aborted
         self._version_ahead: int | None = 0
-        self._kv: _Kv = None
         self._labels = Labels()
 
         self._boot = secrets.token_hex(3)
@@ -159,8 +156,7 @@ class VllmEngine:
         self._is_aborting = False
 
         self._marker_reached = False
-        self._paused = False  # by this front end, as far as it knows
-        self._num_pausing = 0  # its requests to pause that have not been answered
+        self._pauses = PauseWatch(None if on_pause is None else partial(self._guarded, on_pause))
         self._complaints: set[str] = set()
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         self._missing = self._attach()
@@ -399,7 +395,7 @@ class VllmEngine:
 
     def _take_cut(self, refit: int, pending: PendingCut) -> None:
         """Have the calls counted at the marker, and ask whether the engine is paused."""
-        kv, self._kv = self._kv, None
+        kv = self._pauses.take_cache()
         if self._blocks or self._own_loop() is None:
             # A synchronous engine is refitted between calls; the other one had no call so far.
             pending.finish(None if self._running or self._missing else Cut(calls={}))
@@ -413,7 +409,7 @@ class VllmEngine:
             answered = partial(self._heard_of_pause, refit, pending, kv)
             self._ask("is_scheduler_paused", then=answered)
 
-    def _heard_of_pause(self, refit: int, pending: PendingCut, kv: _Kv, answer: object) -> None:
+    def _heard_of_pause(self, refit: int, pending: PendingCut, kv: Cache, answer: object) -> None:
         """The engine answered whether it is paused."""
         paused = answer is True
         still = self._open and self._refit == refit
@@ -424,24 +420,24 @@ class VllmEngine:
             self._complain("it did not say that it is paused: the refit has no cut", error)
             self._doubt_labels()
         elif still:
-            self._count_at_marker(refit, pending, kv, exact=not self._num_pausing)
+            self._count_at_marker(refit, pending, kv, exact=self._pauses.quiet)
         else:
             pending.finish(None)
         pending.answered(paused=paused)
 
-    def _count_at_marker(self, refit: int, pending: PendingCut, kv: _Kv, *, exact: bool) -> None:
+    def _count_at_marker(self, refit: int, pending: PendingCut, kv: Cache, *, exact: bool) -> None:
         reached = partial(self._reached, refit, pending, kv, exact=exact)
         if not self._put_marker(reached):
             pending.counted(self._count(refit, kv, exact=False))
 
-    def _reached(self, refit: int, pending: PendingCut, kv: _Kv, *, exact: bool) -> None:
+    def _reached(self, refit: int, pending: PendingCut, kv: Cache, *, exact: bool) -> None:
         self._marker_reached = True
         pending.counted(self._count(refit, kv, exact=exact))
 
     def _known_to_be_paused(self) -> bool:
         """The engine told this front end that it is paused, and no other can have resumed it."""
         alone = getattr(self._front, "_client_count", 1) == 1
-        return alone and self._paused and not self._num_pausing
+        return alone and self._pauses.paused and self._pauses.quiet
 
     def _put_marker(self, reached: Callable[[], object]) -> bool:
         """Have ``reached`` called behind the outputs that wait for the front end now, if it can."""
@@ -458,7 +454,7 @@ class VllmEngine:
         queue.put_nowait(batch(engine_index=ranks[0], outputs=outputs))
         return True
 
-    def _count(self, refit: int, kv: _Kv, *, exact: bool) -> Cut:
+    def _count(self, refit: int, kv: Cache, *, exact: bool) -> Cut:
         """Count the calls that had begun before the pause, and that the refit can move on."""
         begin = time.perf_counter()
         counts = dict(zip(self._outputs, map(len, self._outputs.values()), strict=True))
@@ -490,38 +486,6 @@ class VllmEngine:
             if running.adapter is None:
                 running.after = None
         self._outputs.clear()
-
-    def _pausing(self, original: Any, place: int = 0) -> Any:
-        """Know whether a pause is complete: until then outputs of before may still be made.
-
-        Args:
-            place: of the mode among the method's arguments.
-        """
-
-        @wraps(original)
-        async def pause(*args: Any, **kwargs: Any) -> Any:
-            self._num_pausing += 1
-            try:
-                result = await original(*args, **kwargs)
-                self._paused = True
-            finally:
-                self._num_pausing -= 1
-            self._kv = None
-            if kwargs.get("mode") == "keep" and "clear_cache" in kwargs:
-                self._kv = "recomputed" if kwargs["clear_cache"] else "kept"
-            if self._on_pause is not None:
-                self._guarded(self._on_pause, _argument(args, kwargs, place, "mode") or "abort")
-            return result
-
-        return pause
-
-    def _resuming(self, original: Any) -> Any:
-        @wraps(original)
-        def resume(*args: Any, **kwargs: Any) -> Any:
-            self._paused = False
-            return original(*args, **kwargs)
-
-        return resume
 
     # Labels, on the engine's own thread.
 
@@ -635,14 +599,8 @@ class VllmEngine:
         self._wrap(processor, "add_request", self._linking(processor.add_request))
         self._wrap(processor, "_finish_request", self._finishing(processor._finish_request))
         self._wrap(processor, "abort_requests", self._aborting(processor.abort_requests))
-        for name, ours in (
-            ("pause_scheduler_async", self._pausing),
-            ("sleep_async", partial(self._pausing, place=1)),
-            ("resume_scheduler_async", self._resuming),
-            ("wake_up_async", self._resuming),
-        ):
-            if hasattr(self._core, name):
-                self._wrap(self._core, name, ours(getattr(self._core, name)))
+        for owner, name, ours in self._pauses.wrappers(front, self._core):
+            self._wrap(owner, name, ours)
         self._ended_tokens = -sum(map(_num_output_tokens, processor.request_states.values()))
         self._watch(front, "add_lora", self._note_adapter)
         self._watch(front, "remove_lora", self._note_removed)

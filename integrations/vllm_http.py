@@ -1,4 +1,4 @@
-"""A vLLM server, 0.29 to 0.32, as an engine of a trainer in another process: the trainer's side.
+"""A vLLM server, 0.29 to 0.33, as an engine of a trainer in another process: the trainer's side.
 
     vllm serve MODEL --middleware rl_staleness.integrations.vllm_server.StalenessMiddleware
 

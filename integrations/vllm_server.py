@@ -1,4 +1,4 @@
-"""vLLM's HTTP server, 0.29 to 0.32, as an engine of a trainer in another process: its side of it.
+"""vLLM's HTTP server, 0.29 to 0.33, as an engine of a trainer in another process: its side of it.
 
     vllm serve MODEL --middleware rl_staleness.integrations.vllm_server.StalenessMiddleware
 

@@ -36,6 +36,7 @@ from tests.watermark import (
     held_outputs,
     held_requests,
     load,
+    refusals,
     token,
     versions_of,
     write_adapter,
@@ -269,7 +270,9 @@ def test_several_completions_of_one_request(run: Run, kind: str) -> None:
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_modes_that_leave_nothing_running(run: Run, mode: str) -> None:
-    """Aborted and finished calls are of the old version; what waited is of the new one."""
+    """Aborted and finished calls are of the old version; what waited, or came again after it was
+    refused, is of the new one.
+    """
 
     async def work() -> None:
         rollouts = run.rollouts(30, 120)
@@ -290,6 +293,7 @@ def test_modes_that_leave_nothing_running(run: Run, mode: str) -> None:
     assert (cut.mode, cut.kv) == (mode, None)
     ended = [call.tokens for call in verdict.calls[:30]]
     assert (max(ended) < 120) == (mode == "abort")
+    assert (run.num_refused > 0) == bool(refusals())
 
 
 def test_a_refit_that_fails_and_its_repetition(run: Run) -> None:

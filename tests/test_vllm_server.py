@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from rl_staleness import StalenessCallback
 from rl_staleness.events import LARGEST
 from rl_staleness.integrations.vllm_http import VllmServerEngine
-from tests.watermark import END, MARGIN
+from tests.watermark import END, MARGIN, refusals
 from tests.watermark_server import KEY, HttpRun, ServedOverHttp
 
 
@@ -135,7 +135,9 @@ def test_a_refit_that_fails_and_its_repetition(run: HttpRun) -> None:
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_modes_that_leave_nothing_running(run: HttpRun, mode: str) -> None:
-    """Aborted and finished calls are of the old version; what waited is of the new one."""
+    """Aborted and finished calls are of the old version; what waited, or came again under the same
+    id after it was refused, is of the new one.
+    """
 
     async def work() -> None:
         async with run.client():
@@ -154,6 +156,7 @@ def test_modes_that_leave_nothing_running(run: HttpRun, mode: str) -> None:
     verdict.assert_exact()
     (cut,) = run.cuts()
     assert set((cut.calls or {}).values()) <= {0}
+    assert not run.num_refused or refusals()
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -236,6 +236,14 @@ class Served:
         self.version = version
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM 0.33 and later raise of a request that comes in a pause to abort or to wait."""
+    from vllm import exceptions
+
+    refusal = getattr(exceptions, "RetryableRequestError", None)
+    return () if refusal is None else (refusal,)
+
+
 @dataclass(kw_only=True, slots=True)
 class Compared:
     """What came of comparing every token with what the library says of it."""
@@ -294,14 +302,26 @@ class Run:
         self.trace = trace
         self.first = served.version
         self._most = 0
+        self.num_refused = 0
+        """Requests that came while the engine was paused, and that it did not take."""
         self.made: list[tuple[Group, list[list[int]]]] = []
         """Published groups, and the tokens that the trainer got of each of their calls."""
 
     async def rollout(self, tokens: int = 200, **params: Any) -> Group:
         """Generate and publish one group of one request."""
+        received: list[list[int]] = []
         with self.staleness.group() as group:
-            output = await self.served.sample(f"r{group.name}", tokens, **params)
-        self.publish(group, [list(part.token_ids) for part in output.outputs])
+            while True:
+                name = f"r{group.name}/{len(received)}"
+                try:
+                    output = await self.served.sample(name, tokens, **params)
+                    break
+                except refusals():
+                    received += [[] for _ in group.calls[len(received) :]]
+                    self.num_refused += 1
+                    await asyncio.sleep(0.005)
+        received += [list(part.token_ids) for part in output.outputs]
+        self.publish(group, received)
         return group
 
     def publish(self, group: Group, received: list[list[int]]) -> None:

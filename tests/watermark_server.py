@@ -151,6 +151,10 @@ class ServedOverHttp:
         self.ask("POST", "/resume")
 
 
+class Refused(Exception):
+    """The engine was paused, to abort or to wait: vLLM 0.33 and later take no request then."""
+
+
 class HttpRun:
     """One callback that speaks to a server: its rollouts, its refits, the comparison at its end."""
 
@@ -169,6 +173,7 @@ class HttpRun:
         self.first = served.version
         self.made: list[tuple[str, tuple[Call, ...], list[list[int]]]] = []
         """Published groups, their calls, and the tokens that the client got of each."""
+        self.num_refused = 0
         self._name, self._sent = secrets.token_hex(4), 0
         self._session: aiohttp.ClientSession | None = None
         self._before = 0
@@ -192,6 +197,8 @@ class HttpRun:
         assert self._session is not None
         headers = {} if request is None else {"X-Request-Id": request}
         async with self._session.post(path, json=body, headers=headers) as response:
+            if response.status == 503:
+                raise Refused(await response.text())
             assert response.status == 200, await response.text()
             return await response.json()
 
@@ -270,10 +277,17 @@ class HttpRun:
         return f"{self._name}-{self._sent}"
 
     async def rollout(self, tokens: int = 200, **more: Any) -> None:
-        """Generate and publish one group of one request."""
-        request = self.next_request()
-        answer = await self.post("/v1/completions", self.body(tokens, **more), request=request)
-        received = [choice["token_ids"] for choice in answer["choices"]]
+        """Generate and publish one group of one request; come again where it is refused."""
+        request, received, body = self.next_request(), [], self.body(tokens, **more)
+        while True:
+            try:
+                answer = await self.post("/v1/completions", body, request=request)
+                break
+            except Refused:
+                received.append([])
+                self.num_refused += 1
+                await asyncio.sleep(0.02)
+        received += [choice["token_ids"] for choice in answer["choices"]]
         await self.publish(request, received)
 
     async def ahead(self, number: int, tokens: int) -> None:
