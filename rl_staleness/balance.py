@@ -47,14 +47,14 @@ class Balance(msgspec.Struct, kw_only=True):
     trained: Account
     """Tokens that reached the loss, each counted once."""
     trained_again: Account
-    """Tokens that reached it once more, in a later batch or step."""
+    """Tokens that reached it once more, in a later batch or step, or after a rollback."""
     masked: Account
     """Tokens of trained groups that the loss mask leaves out."""
     dropped: dict[str, Account]
     waiting: Account
-    """Tokens of groups that are published and not trained as the trace ends."""
+    """Tokens of groups that wait as the trace ends and were never trained."""
     discarded: Account
-    """Tokens of groups that waited at a resume and were not published again after it."""
+    """Tokens of untrained groups that waited at a resume and were not published again after it."""
     running: int
     """Tokens so far of the calls in the last cuts that no group was published with. Their age is
     not known: nothing says on which version they began."""

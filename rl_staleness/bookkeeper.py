@@ -7,6 +7,7 @@ engine: tokens are placed before or after it, or left undecided where the trace 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 
 import msgspec
 
@@ -25,7 +26,7 @@ from rl_staleness.events import (
     StepTrained,
 )
 from rl_staleness.ledger import Ledger
-from rl_staleness.trained import GroupTokens, Trained, tokens_of
+from rl_staleness.trained import Trained, tokens_of
 
 __all__ = ["Bookkeeper"]
 
@@ -35,6 +36,25 @@ MOST_REASONS = 64
 OTHER = "(other reasons)"
 
 ANEW = "an engine's counter fell: it was attached anew"
+
+TWICE = "a group was published twice"
+
+NEVER_WAITED = "restored groups were not waiting in this trace"
+
+NOT_FOLLOWED = "restored groups were not waiting at the resume, and the trace cannot be read again"
+
+
+class _Away(msgspec.Struct, frozen=True):
+    """A group that left untrained, as it was then."""
+
+    tokens: dict[int, int]
+    """By version."""
+    at: int
+    """The policy's version."""
+    rolled_back: int
+    """Tokens of a part that was rolled back."""
+    reason: str | None = None
+    """Of its drop; None: it waited at a resume."""
 
 
 class _Cut(msgspec.Struct):
@@ -58,17 +78,29 @@ class _Cut(msgspec.Struct):
 
 
 class Bookkeeper:
-    """Follows the tokens of a run; takes every event just before the ledger does."""
+    """Follows the tokens of a run; takes every event just before the ledger does.
 
-    def __init__(self) -> None:
+    A group that is restored has its tokens in the accounts already. Where depends on how it left,
+    and of groups that left for good nothing is kept: those that a rollback brings back after they
+    were trained or dropped are known by their names only, from an earlier look at the trace.
+
+    Args:
+        returning: `returned` of that look.
+    """
+
+    def __init__(self, returning: Set[str] = frozenset()) -> None:
+        self.returned: set[str] = set()
+        """Restored groups of which nobody knows how they left."""
+        self._returning = returning
         self._trained, self._again, self._masked = Account(), Account(), Account()
         self._dropped: dict[str, Account] = {}
         self._appended = self._generated = self._after = self._undecided = self._running = 0
-        self._left: dict[str, tuple[dict[int, int], int, int]] = {}
-        """Groups that waited at a resume: their tokens by version, the policy's version, and
-        tokens of a part that was rolled back."""
+        self._discarded = Account()
+        self._away: dict[str, _Away | None] = {}
+        """Groups that waited at a resume, or are among the returning ones and left, until they are
+        restored. None: their tokens are trained."""
         self._once: set[str] = set()
-        """Waiting groups that were trained and kept."""
+        """Waiting groups that were trained before."""
         self._cuts: dict[str, _Cut] = {}
         self._sums: Counter[int] = Counter()
         """Summed tokens by version, of those that an engine may have made after its last cut."""
@@ -91,13 +123,13 @@ class Bookkeeper:
 
     def close(self, ledger: Ledger) -> Balance:
         """The token ledger as the trace ends; nothing may follow."""
-        waiting, discarded = Account(), Account()
+        waiting = Account()
         for group in ledger.waiting():
             if group.group not in self._once:
                 tokens = tokens_of(group, ledger)
                 waiting.add(tokens.generated, ledger.version, tokens.num_rolled_back)
-        for left in self._left.values():
-            discarded.add(*left)
+        for name in list(self._away):
+            self._gone(name)
         self._settle(ledger)
         found = Balance(
             generated=None if self._open else self._generated,
@@ -106,7 +138,7 @@ class Bookkeeper:
             masked=self._masked,
             dropped=self._dropped,
             waiting=waiting,
-            discarded=discarded,
+            discarded=self._discarded,
             running=self._running,
             after=self._after,
             undecided=self._undecided,
@@ -139,27 +171,55 @@ class Bookkeeper:
                 masked_too = group.num_rolled_back - rolled_back
                 self._masked.add({v: n for v, n in masked.items() if n}, at, masked_too)
             done.add(name)
-        self._once = (self._once - (done - kept)) | (done & kept)
+        used = done - kept
+        self._once = (self._once - used) | (done & kept)
+        self._away.update(dict.fromkeys(used & self._returning))
 
     def _published(self, event: GroupPublished, ledger: Ledger) -> None:
-        if ledger.is_waiting(event.group):
-            self._open["a group was published twice"] = None
-        self._once.discard(event.group)
+        waiting = ledger.is_waiting(event.group)
+        if waiting:
+            self._open[TWICE] = None
         if not event.restored:
+            self._once.discard(event.group)
+            self._gone(event.group)  # this one is another group of its name
             self._place(event)
-        elif self._left.pop(event.group, None) is None:
-            self._open["restored groups were not waiting in this trace"] = None
+        elif not waiting:
+            self._restored(event.group)
+
+    def _restored(self, name: str) -> None:
+        """Take a group back out of where its tokens went; what was trained stays trained."""
+        if name not in self._away:
+            self.returned.add(name)
+            self._open[NEVER_WAITED if name in self._returning else NOT_FOLLOWED] = None
+        elif self._away.pop(name) is None:
+            self._once.add(name)
 
     def _drop(self, event: GroupDropped, ledger: Ledger) -> None:
-        waiting = ledger.published(event.group)
+        name, waiting = event.group, ledger.published(event.group)
         if waiting is None:
             self._place(event)
-        if event.group not in self._once:
-            full = len(self._dropped) >= MOST_REASONS and event.reason not in self._dropped
-            account = self._dropped.setdefault(OTHER if full else event.reason, Account())
-            tokens: GroupTokens = tokens_of(event if waiting is None else waiting, ledger)
-            account.add(tokens.generated, ledger.version, tokens.num_rolled_back)
-        self._once.discard(event.group)
+        away = None
+        if name not in self._once:
+            away = _left(event if waiting is None else waiting, ledger, event.reason)
+        self._once.discard(name)
+        if waiting is not None and name in self._returning:
+            self._away[name] = away
+        elif away is not None:
+            self._add(away)
+
+    def _gone(self, name: str) -> None:
+        """Nobody restores this group any more."""
+        away = self._away.pop(name, None)
+        if away is not None:
+            self._add(away)
+
+    def _add(self, away: _Away) -> None:
+        """Put the tokens of a group that left untrained where they went."""
+        account, reason = self._discarded, away.reason
+        if reason is not None:
+            full = len(self._dropped) >= MOST_REASONS and reason not in self._dropped
+            account = self._dropped.setdefault(OTHER if full else reason, Account())
+        account.add(away.tokens, away.at, away.rolled_back)
 
     def _place(self, group: GroupPublished | GroupDropped) -> None:
         """Say of a group's tokens on which side of the last cuts they were made."""
@@ -177,10 +237,8 @@ class Bookkeeper:
         if ledger.run is not None:
             self._settle(ledger)
             for group in ledger.waiting():
-                if group.group not in self._once:
-                    tokens = tokens_of(group, ledger)
-                    left = tokens.generated, ledger.version, tokens.num_rolled_back
-                    self._left[group.group] = left
+                once = group.group in self._once
+                self._away[group.group] = None if once else _left(group, ledger)
         self._once.clear()
         self._sums.clear()
         self._cuts = {name: _Cut() for name in event.engines}
@@ -235,6 +293,11 @@ class Bookkeeper:
                 self._undecided += count
             else:
                 self._after += count
+
+
+def _left(group: GroupPublished | GroupDropped, ledger: Ledger, reason: str | None = None) -> _Away:
+    tokens = tokens_of(group, ledger)
+    return _Away(tokens.generated, ledger.version, tokens.num_rolled_back, reason)
 
 
 def _until(call: Call) -> int:

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rl_staleness.events import Event, GroupDropped, RefitCut, RunStarted, StepTrained
+from rl_staleness.events import (
+    Event,
+    GroupDropped,
+    GroupPublished,
+    RefitCut,
+    RunStarted,
+    StepTrained,
+)
 from rl_staleness.ledger import Ledger
 from rl_staleness.staleness import StepStaleness
 from rl_staleness.trained import GroupTokens, Trained, counts_by_name, tokens_of
@@ -76,8 +83,9 @@ class Contrasts:
 
     def __init__(self) -> None:
         self._sums = {name: _Sums() for name in WHAT}
-        self._first: dict[str, int] = {}
-        """Version that trained a group first, of those that were kept."""
+        self._first: dict[str, tuple[int, int]] = {}
+        """Version and step that trained a group first, of those that were kept. One that was
+        used up and is restored starts anew."""
 
     def take(self, event: Event, ledger: Ledger, groups: Trained) -> None:
         """Add one event that the ledger has not applied; ``groups`` are those of a step."""
@@ -92,8 +100,12 @@ class Contrasts:
                 sums.reads_over += count
                 sums.times += count
             self._first.pop(event.group, None)
+        elif isinstance(event, GroupPublished):
+            if not event.restored:
+                self._first.pop(event.group, None)
         elif isinstance(event, RunStarted):
-            self._first.clear()
+            # Steps that are undone leave no age behind: the trainer's state is older than they are.
+            self._first = {n: first for n, first in self._first.items() if first[1] < event.step}
         elif isinstance(event, RefitCut) and event.kv == "kept":
             self._sums[KV_KEPT].times += sum(count > 0 for count in event.calls.values())
 
@@ -138,7 +150,7 @@ class Contrasts:
             names.add(name)
             self._stamps(group, at, age, tokens)
             self._others(group, at, age, tokens)
-            first = self._first.setdefault(name, at)
+            first, _ = self._first.setdefault(name, (at, event.step))
             self._add("first_pass", age - (at - first) * tokens, age, tokens, first != at)
             at_once += age - (at - event.version) * tokens
             age_of_all, tokens_of_all = age_of_all + age, tokens_of_all + tokens

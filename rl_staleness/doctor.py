@@ -1,7 +1,8 @@
 """Whether a trace is sound: every violation and broken invariant by name, with its lines.
 
-One pass through the one fold, in memory that does not grow with the trace. What is *broken* and
-what is only *noted* is in `rl_staleness.invariants`.
+One pass through the one fold, in memory that does not grow with the trace; a second one for the
+token ledger where groups come back that were trained or dropped before a rollback: only then are
+their names known. What is *broken* and what is only *noted* is in `rl_staleness.invariants`.
 
     rl-staleness doctor TRACE     exits 1 when an invariant is broken
 """
@@ -9,7 +10,7 @@ what is only *noted* is in `rl_staleness.invariants`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import chain
 from typing import Any
 
@@ -73,7 +74,7 @@ class _Totals(msgspec.Struct):
 
 
 def examine(trace: str | os.PathLike[str]) -> Diagnosis:
-    """Read a trace once and find what is broken and what is worth a word.
+    """Read a trace and find what is broken and what is worth a word.
 
     Raises:
         TraceError: as `rl_staleness.trace.read`.
@@ -108,7 +109,26 @@ def examine(trace: str | os.PathLike[str]) -> Diagnosis:
             totals.covered += round((numbers.coverage or 0.0) * numbers.tokens)
             totals.complete &= numbers.coverage is not None or not numbers.tokens
     symptoms.finish(ledger)
-    return _diagnosis(ledger, remarks, totals, books.close(ledger), list(contrasts.found()))
+    balance = books.close(ledger)
+    if books.returned and os.path.isfile(trace):  # a pipe can be read once only
+        balance = _balance(trace, totals.lines, books.returned)
+    return _diagnosis(ledger, remarks, totals, balance, list(contrasts.found()))
+
+
+def _balance(trace: str | os.PathLike[str], lines: int, returning: Set[str]) -> Balance:
+    """The token ledger of the first lines of a trace, with the groups followed that come back."""
+    ledger, books = Ledger(), Bookkeeper(returning)
+    for line, event in numbered_events(trace, torn=_is_said):
+        if line > lines:  # it was written since
+            break
+        groups = list(groups_of(event, ledger)) if isinstance(event, StepTrained) else []
+        books.take(event, ledger, groups)
+        ledger.apply(event)
+    return books.close(ledger)
+
+
+def _is_said(number: int, size: int) -> None:
+    """Of a torn last line the first look has told."""
 
 
 def _diagnosis(

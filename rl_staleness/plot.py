@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def picture(view: RunView) -> bytes:
         _versions(figure, axes[1], steps)
         _tokens(axes[2], steps)
         _coverage(axes[3], steps)
-        axes[3].set_xlim(steps[0].first - 1, steps[-1].last + 1)
+        axes[3].set_xlim(*_ends(steps))
     axes[3].set_xlabel("training step" + _resolution(steps))
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -91,11 +92,19 @@ def _resolution(steps: Sequence[Stretch]) -> str:
 
 
 def _floats(values: Sequence[float | None]) -> list[float]:
+    """Numbers as Matplotlib takes them all: whole ones may be too large for NumPy's integers."""
     return [_NAN if value is None else float(value) for value in values]
 
 
+def _ends(steps: Sequence[Stretch]) -> tuple[float, float]:
+    """Of the axis of steps: one more on both sides, or as many as floats of their size tell."""
+    first, last = float(steps[0].first), float(steps[-1].last)
+    room = max(1.0, 16 * math.ulp(last))
+    return first - room, last + room
+
+
 def _age(axis: Any, steps: Sequence[Stretch], refits: Sequence[float]) -> None:
-    x = middles(steps)
+    x = _floats(middles(steps))
     flight = _floats([step.age_in_flight for step in steps])
     age = _floats([step.batch_age for step in steps])
     p50, p95 = (_floats([getattr(s, name) for s in steps]) for name in ("age_p50", "age_p95"))
@@ -131,7 +140,9 @@ def _versions(figure: Any, axis: Any, steps: Sequence[Stretch]) -> None:
     long = is_long(steps)
     x, y, z = cells(steps, [s.tokens_by_age if long else s.tokens_by_version for s in steps])
     shares = [_floats(row) for row in z]
-    mesh = axis.pcolormesh(x, y, shares, cmap="Blues", vmin=-0.15, rasterized=True)
+    mesh = axis.pcolormesh(
+        _floats(x), _floats(y), shares, cmap="Blues", vmin=-0.15, rasterized=True
+    )
     mesh.set_clim(-0.15, max((c for row in z for c in row if c), default=1.0))
     bar = figure.colorbar(mesh, ax=axis, pad=0.01, aspect=14)
     bar.ax.set_ylim(0, None)
@@ -139,14 +150,16 @@ def _versions(figure: Any, axis: Any, steps: Sequence[Stretch]) -> None:
     if long:
         axis.set_ylabel("token age\nin policy updates")
     else:
-        axis.plot(middles(steps), [step.version for step in steps], color=DROPPED, linewidth=1)
+        trained = _floats([step.version for step in steps])
+        axis.plot(_floats(middles(steps)), trained, color=DROPPED, linewidth=1)
         axis.set_ylabel("sampled by version\n(line: trained)")
 
 
 def _tokens(axis: Any, steps: Sequence[Stretch]) -> None:
-    x, width = middles(steps), [step.last - step.first + 1 for step in steps]
-    trained = [step.tokens for step in steps]
-    dropped = [sum(step.dropped.values()) for step in steps]
+    x = _floats(middles(steps))
+    width = _floats([step.last - step.first + 1 for step in steps])
+    trained = _floats([step.tokens for step in steps])
+    dropped = _floats([sum(step.dropped.values()) for step in steps])
     axis.bar(x, trained, width, color=TRAINED, label="trained")
     if any(dropped):
         look = {"color": "#fff", "hatch": "////", "edgecolor": DROPPED, "linewidth": 0}
@@ -156,7 +169,7 @@ def _tokens(axis: Any, steps: Sequence[Stretch]) -> None:
 
 
 def _coverage(axis: Any, steps: Sequence[Stretch]) -> None:
-    x = middles(steps)
+    x = _floats(middles(steps))
     covered = _floats([None if s.coverage is None else 100 * s.coverage for s in steps])
     axis.plot(x, covered, color=TRAINED, marker="o" if len(x) == 1 else None)
     odd = [at for at, step in zip(x, steps, strict=True) if step.violations]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 import tracemalloc
 import unicodedata
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 
 from rl_staleness import StalenessCallback, doctor
 from rl_staleness.balance import Account
+from rl_staleness.bookkeeper import NOT_FOLLOWED
 from rl_staleness.contrasts import WHAT
 from rl_staleness.doctor import Diagnosis
 from rl_staleness.engines import Cut
@@ -554,7 +557,7 @@ def test_names_that_never_end_take_no_memory(file: Path) -> None:
     assert len(found.balance.dropped) <= 65
 
 
-def long_trace(path: Path, num_steps: int) -> Path:
+def long_trace(path: Path, num_steps: int, *more: Line) -> Path:
     """A trace with cuts that list calls, groups that are dropped and refits without a cut."""
     lines = [start()]
     for n in range(1, num_steps + 1):
@@ -567,14 +570,16 @@ def long_trace(path: Path, num_steps: int) -> Path:
             published(f"s{n}", tokens={str(n): 3}),
             dropped(f"s{n}", reason="late"),
         ]
-    return write(path, *lines)
+    return write(path, *lines, *more)
 
 
-def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    """Five times the steps take no more."""
+@pytest.mark.parametrize("back", [(), ("g1", "d2", "s3")])
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path, back: tuple[str, ...]) -> None:
+    """Five times the steps take no more, with groups that come back from before as well."""
+    resume = [start(incarnation=1), *(published(name, restored=True) for name in back)]
 
     def peak(num_steps: int) -> int:
-        path = long_trace(tmp_path / f"{num_steps}.jsonl", num_steps)
+        path = long_trace(tmp_path / f"{num_steps}.jsonl", num_steps, *resume)
         tracemalloc.start()
         found = doctor.examine(path)
         size = tracemalloc.get_traced_memory()[1]
@@ -809,6 +814,10 @@ def test_groups_of_before_a_resume(file: Path) -> None:
             [*CLOSED[:-1], published("o", call("o", 1, 0, spans=[[0, 1, 0]]), restored=True)],
             "restored groups were not waiting in this trace",
         ),
+        (
+            [*CLOSED[:-1], start(incarnation=1), *[published("o", restored=True)] * 2],
+            "a group was published twice",
+        ),
     ],
 )
 def test_a_ledger_that_cannot_be_closed_says_why(
@@ -820,6 +829,167 @@ def test_a_ledger_that_cannot_be_closed_says_why(
     assert (balance.generated, balance.lost_lo, balance.lost_hi) == (None, None, None)
     _, out, _ = run(capsys, "doctor", str(file))
     assert f"  lost: unknown: {'; '.join(balance.open)}" in out.splitlines()
+
+
+KEPT = [
+    start(),
+    published("k", tokens={"0": 30}),
+    step(1, 0, "k", kept=["k"]),
+    cut(1, generated=30),
+    done(1),
+]
+
+BACK = published("k", tokens={"0": 30}, restored=True)
+
+
+def resumed(version: int, *, incarnation: int = 1) -> list[Line]:
+    """The run goes on at this version, and what waited there is published again."""
+    return [start(incarnation=incarnation, version=version, number=version + 1), BACK]
+
+
+IDLE = cut(1, version=1, generated=0)
+
+
+def used(version: int) -> list[Line]:
+    """A step that trains k, then a refit whose cut says that nothing was generated since."""
+    refit = cut(9, version=version + 1, generated=0), done(9, version=version + 1)
+    return [step(version + 1, version, "k"), *refit]
+
+
+@pytest.mark.parametrize(
+    ("lines", "age"),
+    [
+        pytest.param(KEPT + used(1)[:1], 1, id="no resume"),
+        pytest.param(KEPT + resumed(1) + used(1), 1, id="kept"),
+        pytest.param(
+            [*KEPT, *resumed(1)[:1], IDLE, *resumed(1, incarnation=2), *used(1)],
+            1,
+            id="kept, and not restored by the first resume",
+        ),
+        pytest.param(
+            [*KEPT, *resumed(1), IDLE, *resumed(1, incarnation=2), *used(1)],
+            1,
+            id="kept, two resumes",
+        ),
+        pytest.param(KEPT + resumed(0) + used(0), 0, id="kept, rolled back"),
+        pytest.param(KEPT[:2] + used(0)[:1] + KEPT[3:] + resumed(0) + used(0), 0, id="rolled back"),
+        pytest.param(
+            KEPT[:2] + used(0)[:1] + KEPT[3:] + resumed(1) + used(1),
+            1,
+            id="used up, and restored all the same",
+        ),
+        pytest.param(
+            [*KEPT, dropped("k"), *resumed(1), *used(1)], 1, id="kept, dropped, and restored"
+        ),
+    ],
+)
+def test_a_group_that_is_trained_again_after_a_resume(
+    file: Path, lines: list[Line], age: int
+) -> None:
+    """Its 30 tokens were generated once and trained once; later times stand beside that."""
+    found = examined(file, *lines, end())
+    balance = found.balance
+    assert tokens(balance.trained) == (30, 0)
+    assert tokens(balance.trained_again) == (30, age)
+    assert (balance.waiting.tokens, balance.discarded.tokens, balance.dropped) == (0, 0, {})
+    assert (balance.generated, balance.lost_lo, balance.lost_hi) == (30, 0, 0)
+    assert balance.open == []
+    assert found.broken == []
+
+
+@pytest.mark.parametrize("more", [[], [dropped("k", reason="late")], resumed(1, incarnation=2)[:1]])
+@pytest.mark.parametrize("before", [KEPT, [*KEPT[:2], step(1, 0, "k"), *KEPT[3:]]])
+def test_a_trained_group_that_comes_back_and_is_not_trained_again(
+    file: Path, before: list[Line], more: list[Line]
+) -> None:
+    """Whether it waits, is dropped or is left behind, its tokens are trained."""
+    lines = [*before, *resumed(1), cut(2, version=1, generated=0), *more, end()]
+    if more and more[0]["event"] == "run_started":
+        lines.append(cut(3, version=1, generated=0))
+    balance = examined(file, *lines).balance
+    assert tokens(balance.trained) == (30, 0)
+    assert (balance.accounted, balance.trained_again.tokens) == (30, 0)
+    assert (balance.lost_lo, balance.lost_hi, balance.open) == (0, 0, [])
+
+
+def test_a_dropped_group_that_a_rollback_brings_back(file: Path) -> None:
+    """Its drop is undone: its tokens go where the group goes in the end."""
+    lines = [*KEPT[:2], step(1, 0), *KEPT[3:], dropped("k"), *resumed(0)]
+    waits = [*lines, step(1, 0), cut(2, version=1, generated=0)]
+    balance = examined(file, *waits, end()).balance
+    assert (tokens(balance.waiting), balance.dropped, balance.lost_hi) == ((30, 1), {}, 0)
+    trained = [*lines, *used(0)]
+    balance = examined(file, *trained, end()).balance
+    assert (tokens(balance.trained), balance.dropped, balance.lost_hi) == ((30, 0), {}, 0)
+    assert balance.trained_again.tokens == 0
+    balance = examined(file, *waits, dropped("k", reason="late"), end()).balance
+    assert {reason: tokens(a) for reason, a in balance.dropped.items()} == {"late": (30, 1)}
+    assert (balance.accounted, balance.lost_hi) == (30, 0)
+    left = [*waits, *resumed(1, incarnation=2)[:1], cut(3, version=1, generated=0)]
+    balance = examined(file, *left, end()).balance
+    assert (tokens(balance.discarded), balance.dropped, balance.lost_hi) == ((30, 1), {}, 0)
+
+
+def test_masked_tokens_of_a_group_that_comes_back(file: Path) -> None:
+    """They are left out once as well: 10 of 30 tokens, whenever the others are trained."""
+    masked = call("c", 30, 0, after=0, until=0, trained=[[0, 20]])
+    back = published("k", masked | {"spans": [[0, 30, 0]]}, restored=True)
+    lines = [start(), published("k", masked), *KEPT[2:], *resumed(1)[:1], back, *used(1)]
+    balance = examined(file, *lines, end()).balance
+    assert (tokens(balance.trained), tokens(balance.masked)) == ((20, 0), (10, 0))
+    assert (tokens(balance.trained_again), balance.lost_hi) == ((20, 1), 0)
+
+
+def test_another_group_of_a_name_is_not_the_one_of_before(file: Path) -> None:
+    """Published anew after a resume, it has tokens of its own, and the first is gone for good."""
+    anew = published("k", tokens={"1": 5})
+    lines = [*KEPT[:2], step(1, 0), *KEPT[3:], *resumed(1)[:1], anew]
+    more = [step(2, 1, "k"), cut(2, generated=5), done(2)]
+    balance = examined(file, *lines, *more, end()).balance
+    assert (tokens(balance.discarded), tokens(balance.trained)) == ((30, 1), (5, 0))
+    assert balance.lost_hi == 0
+    back = [anew | {"restored": True}, step(2, 1, "k"), cut(3, version=1, generated=0)]
+    rolled_back = [*lines, *more, *resumed(1, incarnation=2)[:1], *back]
+    balance = examined(file, *rolled_back, end()).balance
+    assert (tokens(balance.discarded), tokens(balance.trained)) == ((30, 1), (5, 0))
+    assert (tokens(balance.trained_again), balance.lost_hi) == ((5, 0), 0)
+    kept = [*KEPT, *resumed(1)[:1], anew]
+    balance = examined(file, *kept, *more, end()).balance
+    assert (tokens(balance.trained), balance.trained_again.tokens) == ((35, 0), 0)
+    assert (balance.discarded.tokens, balance.lost_hi) == (0, 0)
+
+
+ROLLED_BACK = [*KEPT[:2], step(1, 0, "k"), *KEPT[3:], *resumed(0), *used(0)]
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """What became of a group before a rollback cannot be looked up there: it is said, and not
+    guessed."""
+    text = write(tmp_path / "trace.jsonl", *ROLLED_BACK).read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(text,), daemon=True)
+    writer.start()
+    balance = doctor.examine(pipe).balance
+    writer.join()
+    assert balance.open == [NOT_FOLLOWED]
+    assert (balance.lost_lo, balance.lost_hi) == (None, None)
+
+
+def test_lines_of_after_the_first_look_do_not_count(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may go on as its trace is read a second time."""
+
+    def written(path: Path) -> bool:
+        with path.open("a") as trace:
+            trace.write(json.dumps(published("new", tokens={"0": 7})) + '\n{"event":"run_fin')
+        return True
+
+    monkeypatch.setattr("os.path.isfile", written)
+    found = examined(file, *ROLLED_BACK)
+    assert (found.balance.trained.tokens, found.balance.trained_again.tokens) == (30, 30)
+    assert (found.lines, found.balance.waiting.tokens) == (len(ROLLED_BACK), 0)
 
 
 def test_appended_tokens_are_in_no_account(file: Path) -> None:
@@ -1009,6 +1179,43 @@ def test_a_way_to_measure_that_is_off(
     assert contrast.times == times
     assert f" {times:,} " in contrast.what or "{}" not in WHAT[name]
     assert f"  {name}: {reads:.3f} instead of {true:.3f}: " in run(capsys, "doctor", str(file))[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reads", "times"),
+    [
+        pytest.param(KEPT + resumed(1) + used(1), 0, 1, id="kept over the resume"),
+        pytest.param(
+            KEPT + resumed(1) + resumed(1, incarnation=2) + used(1), 0, 1, id="and over another"
+        ),
+        pytest.param(
+            [*KEPT, step(2, 1), *resumed(1), *used(1)], 0, 1, id="trained before what is undone"
+        ),
+        pytest.param(
+            [*KEPT[:2], step(1, 0), step(2, 1, "k", kept=["k"]), *resumed(1), *used(1)],
+            None,
+            0,
+            id="trained in what is undone",
+        ),
+        pytest.param(
+            [*KEPT, *resumed(1)[:1], published("k", tokens={"0": 30}), *used(1)],
+            None,
+            0,
+            id="another group of its name",
+        ),
+    ],
+)
+def test_the_age_of_the_first_time_over_a_resume(
+    file: Path, lines: list[Line], reads: float | None, times: int
+) -> None:
+    """It goes on with the group; a rollback of before that time takes it away."""
+    found = {contrast.name: contrast for contrast in examined(file, *lines).contrasts}
+    contrast = found.get("first_pass")
+    if reads is None:
+        assert contrast is None
+    else:
+        assert contrast is not None
+        assert (contrast.reads, contrast.true, contrast.times) == (reads, 30 / 60, times)
 
 
 def test_prompts_that_are_counted(file: Path) -> None:
