@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -108,14 +108,9 @@ class StalenessCallback:
         about: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        for name, number in (("version", version), ("step", step), ("orphan_after", orphan_after)):
-            if number is not None and (type(number) is not int or number < 0):
-                raise ValueError(
-                    f"{name}: {number!r} is no count; pass a whole number, not negative"
-                )
-        for name, seconds in (("timeout", timeout), ("close_timeout", close_timeout)):
-            if type(seconds) not in (int, float) or not seconds >= 0:
-                raise ValueError(f"{name}: {seconds!r} is no time; pass seconds, not negative")
+        _check_counts(version=version, step=step, orphan_after=orphan_after)
+        _check_seconds(timeout=timeout, close_timeout=close_timeout)
+        _check_kinds(trace=trace, about=about, clock=clock)
         self._limits = Limits(age_above=warn_age_above, coverage_below=warn_coverage_below)
         self._timeout = timeout
         self._close_timeout = close_timeout
@@ -186,7 +181,8 @@ class StalenessCallback:
         self._ensure_started(closed_too=True)
         self._pauses.settle(self._timeout)
         with self._recorder.lock:
-            return self._recorder.ledger.age([name_of(group)])
+            ledger = self._recorder.ledger
+            return ledger.age([name_of(group)], version=self._version, step=self._step)
 
     def spans(self, call: LiveCall | Call) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, by the evidence so far.
@@ -202,10 +198,10 @@ class StalenessCallback:
                 masks={},
                 in_doubt=self._pauses.in_doubt,
                 policy_version=self.version,
-                version_during=ledger.version_during,
+                version_during=partial(ledger.version_during, now=self.version),
             )
             before = self._incarnation.call_before(record)
-            return ledger.spans(before or record, restored=before is not None)
+            return ledger.spans(before or record, now=self.version, restored=before is not None)
 
     async def selftest(self) -> dict[str, object]:
         """Run one live call on each engine that can; what evidence each of them gives."""
@@ -283,7 +279,8 @@ class StalenessCallback:
                     line=self._recorder.lines,
                     version=self._version,
                     step=self._step,
-                    refits=self._recorder.ledger.last_refits(),
+                    # Also of pauses of which no line is written, yet or at all.
+                    refits={**self._recorder.ledger.last_refits(), **self._pauses.last_refits()},
                 )
             return dict(msgspec.to_builtins(saved))
         return {}
@@ -355,9 +352,6 @@ class StalenessCallback:
                     )
                     self._record(anew)
                 content = self._content(group, calls, trained, sum_up=not restored)
-                if not (content.calls or content.tokens or unknown):
-                    empty = ValueError(f"group {name_of(group)!r} has no call and no token")
-                    self._guard.note("on_publish finding a call in its group", empty)
                 self._record(
                     GroupPublished(
                         time=self._clock(),
@@ -369,6 +363,9 @@ class StalenessCallback:
                         about=about_of(content, about),
                     )
                 )
+            if not (content.calls or content.tokens or unknown):
+                with self._guard("on_publish finding a call in its group"):
+                    raise ValueError(f"group {name_of(group)!r} has no call and no token")
 
     def on_drop(
         self,
@@ -737,9 +734,10 @@ class StalenessCallback:
             masks=trained or {},
             sum_up=sum_up and not self._late_masks,
             sole_version=ledger.sole_version,
+            listed_on=ledger.listed,
             in_doubt=self._pauses.in_doubt,
-            policy_version=ledger.version,
-            version_during=ledger.version_during,
+            policy_version=self._version,
+            version_during=partial(ledger.version_during, now=self._version),
         )
 
     def _refit_version(self, version: int | None) -> int | None:
@@ -752,6 +750,27 @@ class StalenessCallback:
         for warning in self._limits.crossed(numbers, refits=self._pauses.num_done):
             _log.warning("rl_staleness: step %d: %s", numbers.step, warning)
         self._sinks.log(numbers, trained=self._recorder.trained, trace=self.trace)
+
+
+def _check_counts(**given: object) -> None:
+    for name, number in given.items():
+        if number is not None and not is_count(number):
+            raise ValueError(f"{name}: {number!r} is no count; pass a whole number, not negative")
+
+
+def _check_seconds(**given: object) -> None:
+    for name, seconds in given.items():
+        if type(seconds) not in (int, float) or not cast(float, seconds) >= 0:
+            raise ValueError(f"{name}: {seconds!r} is no time; pass seconds, not negative")
+
+
+def _check_kinds(*, trace: object, about: object, clock: object) -> None:
+    if not (trace is None or isinstance(trace, (str, os.PathLike))):
+        raise ValueError(f"trace: {trace!r} is no path; pass that of a file, or None")
+    if not (about is None or isinstance(about, Mapping)):
+        raise ValueError(f"about: {about!r} has no names; pass {{name: number}}")
+    if not callable(clock):
+        raise ValueError(f"clock: {clock!r} cannot be called; pass time.time, or one like it")
 
 
 def _several(name: str, given: Iterable[Any]) -> list[Any]:

@@ -76,8 +76,13 @@ class Incarnation:
             number = max(number, saved.incarnation + 1)
         if number:
             about["resumed"] = self._from.point._asdict()
-        if saved is not None and saved.refits and recorder.ledger.run is None:
-            about["refits_before"] = saved.refits
+        unwritten = {
+            engine: refit
+            for engine, refit in (saved.refits if saved is not None else {}).items()
+            if refit > recorder.ledger.last_refit(engine)
+        }
+        if unwritten:
+            about["refits_before"] = unwritten
         self.start = RunStarted(
             time=clock(),
             schema=SCHEMA,
@@ -100,10 +105,7 @@ class Incarnation:
 
         Args:
             engines: the version that each of them holds.
-            version, step: what the policy has; steps may have been made that could not be written.
-
-        Raises:
-            OSError: the start could not be written.
+            version, step: what the policy has.
         """
         recorder = self._recorder
         self._undo()
@@ -111,9 +113,6 @@ class Incarnation:
             self.start, engines=dict(engines), version=version, step=step
         )
         recorder.record(start)
-        run = recorder.ledger.run
-        if run is None or run.incarnation != start.incarnation:
-            raise OSError(f"trace: {recorder.path}: its first line could not be written")
         self.start = start
         for group in self._from.waiting:
             if self._kept is None or group.group in self._kept:

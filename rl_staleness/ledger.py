@@ -7,7 +7,7 @@ It keeps what runs and waits now and the refits that may still be needed, and tu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, cast
 
@@ -125,14 +125,22 @@ class Ledger:
         refits = self._refits(engine)
         return refits.beside(refits.last + 1)[0]
 
-    def version_during(self, call: Call) -> int:
+    def version_during(self, call: Call, *, now: int) -> int:
         """A version that its engine had while a call ran, as far as cuts say when: before the
-        first that lists it, else now."""
+        first that lists it, else now.
+
+        Args:
+            now: version of the policy; `version` lags where lines are lost.
+        """
         refits = self._refits(call.engine)
         counts = refits.calls.counts(call.call)
         if not counts:
             return self.engine_version(call.engine)
-        return refits.before(min(counts), now=self.version)[0]
+        return refits.before(min(counts), now=now)[0]
+
+    def listed(self, engine: str) -> Mapping[str, object]:
+        """The calls of an engine that cuts list, by name."""
+        return self._refits(engine).calls.listed
 
     def sole_version(self, engine: str, after: int, until: int) -> int | None:
         """The version of a whole call that no refit touched; None if one may have.
@@ -145,18 +153,32 @@ class Ledger:
             return None
         return self._refits(engine).sole_version(after, until)
 
-    def age(self, groups: Iterable[str]) -> StepStaleness:
-        """What a step that trained these groups now would report; nothing changes."""
-        event = StepTrained(time=0.0, step=self.step, version=self.version, groups=tuple(groups))
+    def age(
+        self, groups: Iterable[str], *, version: int | None = None, step: int | None = None
+    ) -> StepStaleness:
+        """What a step that trained these groups now would report; nothing changes.
+
+        Args:
+            version, step: the trainer's; default those of the ledger, which lag where lines are
+                lost.
+        """
+        version = self.version if version is None else version
+        step = self.step if step is None else step
+        event = StepTrained(time=0.0, step=step, version=version, groups=tuple(groups))
         return self._measure(event, find=_ignore)
 
-    def spans(self, call: Call, *, restored: bool | None = None) -> list[Segment]:
+    def spans(
+        self, call: Call, *, now: int | None = None, restored: bool | None = None
+    ) -> list[Segment]:
         """``(start, stop, oldest, newest)`` of a call's tokens, as the evidence stands.
 
         Args:
+            now: version of the policy, which nothing is newer than; default `version`, which lags
+                where lines are lost.
             restored: it is of a group that was published before the run's last resume.
         """
-        return self._tokens(self.version, _ignore).spans(call, restored=restored)[0]
+        now = self.version if now is None else now
+        return self._tokens(now, _ignore).spans(call, restored=restored)[0]
 
     # The events.
 
@@ -301,8 +323,9 @@ class Ledger:
         """Keep what cuts say of these calls, as long as the group may ask for it."""
         engines = self._engines
         for call in calls:
-            if call.after is None or call.after != call.until:  # the others cannot be in a cut
-                refits = engines.get(call.engine) or self._refits(call.engine)
+            refits = engines.get(call.engine) or self._refits(call.engine)
+            # One that no refit touched is listed where it was counted in its own first pause.
+            if call.after is None or call.after != call.until or call.call in refits.calls.listed:
                 refits.calls.need(call.call, group, refits.last)
 
     def _release(self, group: str) -> None:

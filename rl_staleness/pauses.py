@@ -33,6 +33,9 @@ __all__ = ["Answer", "Begun", "Cuts", "Pauses"]
 ENGINE = "engine"
 """Name of the engine of a trainer that attached none and named none."""
 
+MOST_OWED = 64
+"""Refits whose cuts are waited for; older ones have none, though what comes is written."""
+
 EMPTY_MODES = ("abort", "wait")
 """Pause modes in which every call has ended when the pause is complete; what an attached engine
 queued meanwhile, it lists itself."""
@@ -103,8 +106,6 @@ class Pauses:
         self.engines: dict[str, Engine] = {}
         self.num_done = 0
         """Refits of an engine that were done."""
-        self.without_cut = 0
-        """Refits of an engine that could not say how far its calls were."""
         self._record = record
         self._guard = guard
         self._clock = clock
@@ -118,6 +119,9 @@ class Pauses:
         self._stuck: dict[str, list[tuple[int, int]]] = {}
         """First and last of the numbers that an engine may have gone on with when it should not."""
         self._unlabelled: dict[str, set[int]] = {}
+        self._num_without_cut = 0
+        self._owed: list[_Pause] = []
+        """Refits whose engines took notice and have not said yet what they counted."""
         self._clerk: ThreadPoolExecutor | None = None
         self._writing: list[Future[None]] = []
 
@@ -219,6 +223,7 @@ class Pauses:
                 )
                 begun.answers.append(_told(name, "pause", mark))
                 pause.noticed = begun.answers[-1].noticed
+                self._owe(pause)
             pause.marking = False
         for name, pause in begun.pauses.items():
             if cuts is not None and name in cuts:
@@ -349,7 +354,7 @@ class Pauses:
                 return
             pause.cut_due = False
         if cut is None:
-            self.without_cut += 1
+            self._num_without_cut += 1
         elif pause.marking or not _on_a_loop():
             self._write(name, pause, cut)
         else:
@@ -357,6 +362,22 @@ class Pauses:
             if self._clerk is None:
                 self._clerk = ThreadPoolExecutor(1, thread_name_prefix="rl_staleness-cuts")
             self._writing.append(self._clerk.submit(self._write, name, pause, cut))
+
+    @property
+    def without_cut(self) -> int:
+        """Refits of an engine that has not said how far its calls were, or could not."""
+        return self._num_without_cut + sum(pause.cut_due for pause in self._owed)
+
+    def last_refits(self) -> dict[str, int]:
+        """Number of the last refit whose pause began, of every engine that had one here."""
+        return {name: self._number(name) for name in self._numbers}
+
+    def _owe(self, pause: _Pause) -> None:
+        """Remember that a cut is to come, for as long as it may matter."""
+        owed = [pause, *(earlier for earlier in self._owed if earlier.cut_due)]
+        for given_up in owed[MOST_OWED:]:
+            self._num_without_cut += given_up.cut_due
+        self._owed = owed[:MOST_OWED]
 
     def settle(self, timeout: float) -> None:
         """Wait until what engines have delivered is written, for so many seconds at most."""

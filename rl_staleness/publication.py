@@ -6,7 +6,7 @@ others are written one by one, since only later evidence may say where they were
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +22,9 @@ Masks = Mapping[str, Sequence[Sequence[int]]]
 
 SoleVersion = Callable[[str, int, int], int | None]
 """(engine, after, until) to the version of a whole call, None where a refit may have touched it."""
+
+Listed = Callable[[str], Container[str]]
+"""An engine to the names of its calls that a cut lists."""
 
 VersionDuring = Callable[[Call], int]
 """A call to a version that its engine had while it ran."""
@@ -52,6 +55,7 @@ def content_of(
     masks: Masks,
     sum_up: bool,
     sole_version: SoleVersion,
+    listed_on: Listed,
     in_doubt: InDoubt,
     policy_version: int,
     version_during: VersionDuring,
@@ -61,6 +65,7 @@ def content_of(
     Args:
         masks: final loss masks of the calls that have one; other calls are trained whole.
         sum_up: False if masks may still change, or the calls are from before a resume.
+        listed_on: what a cut lists is not summed up, or nobody would know that it was published.
         policy_version: nothing that was generated so far can be newer.
         version_during: as `written`.
     """
@@ -70,13 +75,15 @@ def content_of(
     tokens: dict[int, int] = {}
     num_summed: dict[int, int] = {}
     listed: list[Call] = []
-    settled: dict[_Kind, bool] = {}
+    settled: dict[_Kind, Container[str] | None] = {}  # with names that are not, all the same
     for call in calls:
         if sum_up and not masks:
             kind = _KIND(call)
             if kind not in settled:
-                settled[kind] = _is_settled(kind, sole_version, in_doubt)
-            if settled[kind] and _has_only_tokens(call):
+                is_settled = _is_settled(kind, sole_version, in_doubt)
+                settled[kind] = listed_on(call.engine) if is_settled else None
+            names = settled[kind]
+            if names is not None and call.call not in names and _has_only_tokens(call):
                 if call.tokens:
                     tokens[call.version] = tokens.get(call.version, 0) + call.tokens
                     num_summed[call.version] = num_summed.get(call.version, 0) + 1

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter
 
-from rl_staleness.events import Event, RunStarted, TraceError, decode, encode
+from rl_staleness.events import Event, Gap, RunStarted, TraceError, decode, encode
 from rl_staleness.ledger import Ledger
 from rl_staleness.printable import printable
 from rl_staleness.resume import counted_steps
@@ -118,6 +118,8 @@ class Recorder:
         with self.lock:
             if self._writer is not None:
                 self._writer.skip()
+            elif self.ledger.run is not None:
+                self._apply(Gap(time=0.0, lost=1))  # what a reader would see before the next line
 
     def close(self) -> None:
         """Close the trace; a second time does nothing."""

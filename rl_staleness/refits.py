@@ -150,7 +150,9 @@ class Refits:
             return None
         refit = self.find(after)
         if refit is None:
-            return self.start if after <= self.base else None
+            # A number from before a resume stands for the start only where it is the last one.
+            known = after <= self.base if self.limit is None else after == self.base
+            return self.start if known else None
         if refit.state == "aborted":
             oldest, newest = self.before(after, now=LARGEST)
             return oldest if oldest == newest else None

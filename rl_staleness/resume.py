@@ -130,14 +130,16 @@ def resumption(
         line = found.line
         version = found.version if version is None else version
     before = ledger if line == lines else _ledger_at(trace, line)
-    waiting = tuple(_restored(group, before) for group in before.waiting())
-    names = {group.group for group in waiting}
-    undone = tuple(group.group for group in ledger.waiting() if group.group not in names)
     point = Point(
         line,
         before.version if version is None else version,
         step if step is not None else before.step if before.run else 1,
     )
+    # The trainer may have made steps whose lines are lost.
+    now = max(before.version, point.version)
+    waiting = tuple(_restored(group, before, now=now) for group in before.waiting())
+    names = {group.group for group in waiting}
+    undone = tuple(group.group for group in ledger.waiting() if group.group not in names)
     return Resumption(point, waiting, undone)
 
 
@@ -180,13 +182,13 @@ def _ledger_at(trace: str, line: int) -> Ledger:
     return ledger
 
 
-def _restored(group: GroupPublished, ledger: Ledger) -> GroupPublished:
+def _restored(group: GroupPublished, ledger: Ledger, *, now: int) -> GroupPublished:
     """A waiting group as it is published again: its calls with spans, refit numbers left out."""
     limit = math.inf if ledger.run is None or not group.restored else ledger.run.version
     lost = sum(count for version, count in group.tokens.items() if version > limit)
     calls: list[Call] = []
     for call in group.calls:
-        segments = ledger.spans(call, restored=group.restored)
+        segments = ledger.spans(call, now=now, restored=group.restored)
         known = [segment for segment in segments if segment[2] != NEVER]
         mask = call.trained
         if len(known) < len(segments):  # without a version, and no span can say so

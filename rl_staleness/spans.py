@@ -161,7 +161,10 @@ def _begin(
     oldest, newest = refits.before(first, now=now)
     refit = refits.find(first)
     begun_in_pause = counts[first] == 0 and refit is not None and stamp == refit.version
-    found = [] if begun_in_pause or oldest <= stamp <= newest else contradiction
+    explained = begun_in_pause or oldest <= stamp <= newest
+    if not explained:
+        explained = refits.may_lead_to(stamp, until=first - 1) is not None
+    found = [] if explained else contradiction
     return first - 1, min(oldest, stamp), max(newest, stamp), found
 
 

@@ -133,14 +133,12 @@ class TraceWriter:
                 raise
             problem = f"trace: {error.strerror}; pass trace= a file that can be written"
             raise type(error)(error.errno, problem, os.fspath(path)) from error
-        if self.path != Path(path):
-            _log.warning(
-                "rl_staleness: trace: %s is another run's; this one is in %s", path, self.path
-            )
+        self._taken = None if self.path == Path(path) else Path(path)  # by another run
         self._file: int | None = file
         self.lost = 0
         """Lines of this writer that are not in the file."""
         self._unsaid = self._written = 0
+        self._held: list[bytes] = []  # a run_started that could not be written so far
         try:
             self.torn = _mend(self.path)
             """Bytes of a torn last line that were cut off."""
@@ -156,30 +154,37 @@ class TraceWriter:
         """Write one line; ``applied`` gets what a reader will see of it, and of a gap before it.
 
         Returns:
-            False if it could not be written; it is lost.
+            False if it could not be written; it is lost. A ``run_started`` is not: nothing can be
+            read without it, so that it is written before the next line that can be.
 
         Raises:
             TraceError: a value is of a wrong type, or the line would be longer than readers take;
                 nothing was written.
         """
+        if self._taken is not None:  # not before there is a run: a checkpoint may name another one
+            told = "rl_staleness: trace: %s is another run's; this one is in %s"
+            _log.warning(told, self._taken, self.path)
+            self._taken = None
         line = encode(event)
         if len(line) >= LONGEST_LINE:
             raise TraceError(f"line: {len(line)} bytes; readers take less than {LONGEST_LINE}")
-        seen = [decode(line)]
-        if self._unsaid and type(event) is not RunStarted:
+        seen, lines, is_start = [decode(line)], [line], type(event) is RunStarted
+        if self._unsaid and not is_start:
             # Both or none, so that a disk that is nearly full is not filled with gaps.
-            gap = Gap(time=event.time, lost=self._unsaid)
-            line = encode(gap) + b"\n" + line
-            seen.insert(0, gap)
-        if not self._write(line):
+            seen.insert(0, Gap(time=event.time, lost=self._unsaid))
+            lines.insert(0, encode(seen[0]))
+        is_written = self._write(b"\n".join([*self._held, *lines]))
+        if is_written:
+            self.lost -= len(self._held)
+            self._held, self._unsaid = [], 0
+        else:
             self.lost += 1
-            self._unsaid += 1
-            return False
-        self._unsaid = 0
-        if applied is not None:
-            for event in seen:
-                applied(event)
-        return True
+            self._unsaid += not is_start
+            self._held += [line] if is_start else []
+        if applied is not None and (is_written or is_start):
+            for each in seen:
+                applied(each)
+        return is_written
 
     def damage(self) -> str | None:
         """What became of the file while it was written here; None: nothing, it is all there."""

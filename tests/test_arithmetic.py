@@ -2006,3 +2006,44 @@ def test_a_refit_to_the_same_version_makes_no_span() -> None:
         spanning_calls=0,
         coverage=1,
     )
+
+
+def test_stamp_of_a_refit_that_is_open_still() -> None:
+    """A call stamped 1 that a later cut lists: refit 1, which may be done or not, explains it."""
+    check(
+        started(0, start=0),
+        trained(0, 0),
+        cut(1, 1),
+        trained(1, 1),
+        done(2, 2),
+        cut(3, 2, c=5),
+        done(3, 2),
+        published("g", call("c", 1, 8, until=3)),
+        trained(2, 2, "g"),
+        batch_age=Fraction(5, 8),
+        coverage=Fraction(3, 8),
+        age_lo=0,
+        age_hi=Fraction(5, 8),
+    )
+
+
+def test_published_call_that_the_cut_of_its_own_pause_lists() -> None:
+    """It is no orphan, so that the cut still says that a call which it does not list had ended."""
+    later = [
+        event
+        for number in range(2, 6)
+        for event in (cut(number, number), done(number, number), trained(number - 1, number))
+    ]
+    check(
+        started(1, start=0, about={"orphan_after": 2}),
+        published("waits", call("d", 0, 30, after=0)),
+        cut(1, 1, c=0),
+        done(1, 1),
+        published("g", call("c", 1, 40, after=1, until=1)),
+        trained(0, 1, "g"),
+        *later,
+        trained(5, 6, "waits"),
+        batch_age=6,
+        coverage=1,
+        tokens_by_version={0: 30},
+    )

@@ -7,8 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -1075,23 +1073,6 @@ def test_a_run_that_another_process_writes_cannot_be_gone_on_with(path: Path) ->
             StalenessCallback(trace=path, run="r")
 
 
-def test_a_first_line_that_is_lost_is_tried_again(path: Path) -> None:
-    """No event stands before run_started, whatever the disk did."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        with StalenessCallback(trace=path) as staleness:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-            assert staleness.on_step([]) is None
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            assert staleness.on_step([]) is not None
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, old)
-    assert [line["event"] for line in lines(path)][:2] == ["run_started", "step_trained"]
-    assert len(list(steps(path))) == 1
-
-
 def test_close_goes_through_whatever_fails_on_the_way(path: Path) -> None:
     """Engines are let go and sinks are closed, also where the last line cannot be written."""
     engine = FakeEngine()
@@ -1446,6 +1427,13 @@ def test_a_wrong_collection_is_named_and_leaves_no_file(
     assert not path.exists()
 
 
+@pytest.mark.parametrize("argument", ["trace", "about", "clock"])
+def test_an_argument_of_another_kind_is_named(path: Path, argument: str) -> None:
+    with pytest.raises(ValueError, match=f"^{argument}: 5 .*; pass "):
+        StalenessCallback(**{"trace": path, argument: 5})  # type: ignore[arg-type]
+    assert not path.exists()
+
+
 def test_a_trace_that_cannot_be_written_says_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"trace: .*pass trace="):
         StalenessCallback(trace=tmp_path / "nowhere" / "rollout_trace.jsonl")
@@ -1460,6 +1448,27 @@ def test_another_runs_trace_is_left_alone_with_a_word(
     (line,) = [r.getMessage() for r in caplog.records if "another run's" in r.message]
     assert str(path) in line
     assert line.endswith("rollout_trace-2.jsonl")
+
+
+def test_a_resume_is_told_of_no_other_run(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The trace that stands there is that of the checkpoint's run, which is not known before."""
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        staleness.on_step([])
+        state = staleness.state_dict()
+    with StalenessCallback(trace=path, sinks=[]) as staleness:
+        staleness.load_state_dict(state)
+        staleness.on_step([])
+        assert staleness.trace == str(path)
+    assert "another run's" not in caplog.text
+
+
+def test_a_strict_callback_raises_for_a_group_without_a_call(path: Path) -> None:
+    """After its line is written: it is as empty as that says."""
+    staleness = StalenessCallback(trace=path, sinks=[], strict=True)
+    with pytest.raises(ValueError, match="'g' has no call"):
+        staleness.on_publish("g", calls=[])
+    staleness.close()
+    assert [line["event"] for line in lines(path)][1] == "group_published"
 
 
 @pytest.mark.parametrize("calls", [[("a", 10)], 7])

@@ -227,3 +227,11 @@ def test_calls_are_forgotten_at_each_line() -> None:
     assert refits(cut(1, 1, c=4), cut(2, 1), cut(3, 1), orphan_after=1).orphans == 1
     failed = [aborted(n, 1) for n in (2, 3, 4)]
     assert refits(cut(1, 1, c=4), *failed, orphan_after=1).orphans == 1
+
+
+def test_the_sole_version_of_a_call_from_before_the_resume() -> None:
+    """The start's, where it began after the last refit of before; else others may have come."""
+    resumed = Refits(start=3, base=5, limit=4)
+    assert [resumed.sole_version(after, after) for after in (4, 5, 6)] == [None, 3, None]
+    fresh = Refits(start=3, base=5)
+    assert [fresh.sole_version(after, after) for after in (4, 5, 6)] == [3, 3, None]
