@@ -30,7 +30,7 @@ comma := ,
 EVIDENCE = $(subst $(space),$(comma),$(patsubst %,rl_staleness/%.py,spans ledger staleness groups \
 	refits listings ranges events trace))
 CORE_TESTS = $(patsubst %,tests/test_%.py,arithmetic ranges spans ledger refits listings groups \
-	trace bad_traces properties callback resume faults doctor lens report artifacts)
+	trace bad_traces properties callback lost_evidence resume faults doctor lens report artifacts)
 REACHED = 95
 MODULES =
 EXAMPLES ?= 20000

@@ -49,6 +49,7 @@ TESTS = (
     "trace",
     "resume",
     "callback",
+    "lost_evidence",
     "properties",
 )
 ARGUED = ROOT / "tests" / "mutants.md"
