@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -229,6 +230,7 @@ def test_a_real_engine_in_an_actor(
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     env = {**SETTINGS, "PYTHONPATH": path, vllm_plugin.ASKED_BY: "1"}
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray keeps the first one
     ray.init(
         address="local",
         num_cpus=2,
