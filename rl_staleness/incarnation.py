@@ -112,11 +112,12 @@ class Incarnation:
         start = msgspec.structs.replace(
             self.start, engines=dict(engines), version=version, step=step
         )
-        recorder.record(start)
+        recorder.record(start, held=True)
         self.start = start
         for group in self._from.waiting:
             if self._kept is None or group.group in self._kept:
-                recorder.record(msgspec.structs.replace(group, time=self._clock()))
+                again = msgspec.structs.replace(group, time=self._clock())
+                recorder.record(again, held=True)
         self._from = self._from._replace(waiting=(), undone=())
 
     def _undo(self) -> None:

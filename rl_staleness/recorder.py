@@ -95,8 +95,11 @@ class Recorder:
         run: RunStarted | None = self.ledger.run
         return 0 if run is None else run.incarnation + 1
 
-    def record(self, event: Event) -> StepStaleness | None:
+    def record(self, event: Event, *, held: bool = False) -> StepStaleness | None:
         """Write and apply one event; a ``step_trained`` gives its numbers, unless it was lost.
+
+        Args:
+            held: as `TraceWriter.append`; it is applied at once.
 
         Raises:
             TraceError: a value is of a wrong type; counted, neither written nor applied.
@@ -107,7 +110,7 @@ class Recorder:
                 if self._writer is None:
                     self._apply(decode(encode(event)))
                 else:
-                    self._writer.append(event, applied=self._apply)
+                    self._writer.append(event, held=held, applied=self._apply)
             except TraceError:
                 self.refused += 1
                 raise

@@ -138,7 +138,7 @@ class TraceWriter:
         self.lost = 0
         """Lines of this writer that are not in the file."""
         self._unsaid = self._written = 0
-        self._held: list[bytes] = []  # a run_started that could not be written so far
+        self._held: list[bytes] = []  # they could not be written so far
         try:
             self.torn = _mend(self.path)
             """Bytes of a torn last line that were cut off."""
@@ -150,12 +150,21 @@ class TraceWriter:
         here = weakref.WeakMethod(self.close)
         os.register_at_fork(after_in_child=lambda: (here() or (lambda: None))())
 
-    def append(self, event: Event, *, applied: Callable[[Event], None] | None = None) -> bool:
+    def append(
+        self,
+        event: Event,
+        *,
+        held: bool = False,
+        applied: Callable[[Event], None] | None = None,
+    ) -> bool:
         """Write one line; ``applied`` gets what a reader will see of it, and of a gap before it.
 
+        Args:
+            held: if it cannot be written it is not lost, but written before the next line that can
+                be: a run's start, without which nothing can be read, and what goes with it.
+
         Returns:
-            False if it could not be written; it is lost. A ``run_started`` is not: nothing can be
-            read without it, so that it is written before the next line that can be.
+            False if it could not be written.
 
         Raises:
             TraceError: a value is of a wrong type, or the line would be longer than readers take;
@@ -168,8 +177,8 @@ class TraceWriter:
         line = encode(event)
         if len(line) >= LONGEST_LINE:
             raise TraceError(f"line: {len(line)} bytes; readers take less than {LONGEST_LINE}")
-        seen, lines, is_start = [decode(line)], [line], type(event) is RunStarted
-        if self._unsaid and not is_start:
+        seen, lines = [decode(line)], [line]
+        if self._unsaid and not held:
             # Both or none, so that a disk that is nearly full is not filled with gaps.
             seen.insert(0, Gap(time=event.time, lost=self._unsaid))
             lines.insert(0, encode(seen[0]))
@@ -179,9 +188,9 @@ class TraceWriter:
             self._held, self._unsaid = [], 0
         else:
             self.lost += 1
-            self._unsaid += not is_start
-            self._held += [line] if is_start else []
-        if applied is not None and (is_written or is_start):
+            self._unsaid += not held
+            self._held += [line] if held else []
+        if applied is not None and (is_written or held):
             for each in seen:
                 applied(each)
         return is_written

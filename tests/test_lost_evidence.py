@@ -84,6 +84,36 @@ def test_refits_before_the_first_line_can_be_written(path: Path) -> None:
     assert list(steps(path)) == [unsure, sure]
 
 
+def test_a_resume_on_a_full_disk_keeps_the_groups_that_waited(path: Path) -> None:
+    """They are published again as soon as there is room, before what comes after them."""
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        for name in "gh":
+            call = Call(call=name, engine="engine", version=0, tokens=5, after=0, until=0)
+            staleness.on_publish(name, calls=[call])
+        staleness.on_step([])
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        with full_disk(path):
+            assert staleness.on_step([]) is None
+            assert staleness.age("g").batch_age == 2
+        first = staleness.on_step(["g"])
+        second = staleness.on_step(["h"])
+        assert first is not None and second is not None
+        assert [(s.batch_age, s.coverage, s.violations) for s in (first, second)] == [
+            (2, 1, 0),
+            (3, 1, 0),
+        ]
+        assert staleness.missing()["lines of the trace could not be written"] == 1
+    said = [line["event"] for line in lines(path)]
+    assert said[said.index("run_finished") + 1 :][:5] == [
+        "run_started",
+        "group_published",
+        "group_published",
+        "gap",
+        "step_trained",
+    ]
+    assert list(steps(path))[1:] == [first, second]
+
+
 def test_a_restored_call_whose_refits_are_in_lost_lines(path: Path) -> None:
     """What is not known may be as new as the trainer's policy is, whatever the trace has of it."""
     staleness = StalenessCallback(trace=path, run="R", sinks=[])
