@@ -235,3 +235,11 @@ def test_the_sole_version_of_a_call_from_before_the_resume() -> None:
     assert [resumed.sole_version(after, after) for after in (4, 5, 6)] == [None, 3, None]
     fresh = Refits(start=3, base=5)
     assert [fresh.sole_version(after, after) for after in (4, 5, 6)] == [3, 3, None]
+
+
+def test_one_aborted_refit_of_two_leaves_no_sole_version() -> None:
+    """The other one may have touched the call."""
+    failed = RefitAborted(time=0.0, engine="e", refit=1, version=1, reason="no network")
+    engine = refits(failed, done(2, 1))
+    assert engine.sole_version(0, 1) == 0
+    assert engine.sole_version(0, 2) is None

@@ -350,3 +350,13 @@ def test_spans_beside_an_exact_count(spans: tuple[tuple[int, ...], ...], names: 
     assert found(call(version=0, after=0, spans=spans), engine)[1] == names
     inexact = refits(cut(1, 1, exact=False, c=4), done(1, 1))
     assert found(call(version=0, after=0, spans=spans), inexact)[1] == []
+
+
+def test_stamp_of_the_refit_that_cut_the_call() -> None:
+    """It had tokens before that, so that it began on another version, whether or not it is done."""
+    for engine in (refits(cut(1, 1, c=5)), refits(cut(1, 1, c=5), done(1, 1))):
+        _, names = found(call(version=1), engine)
+        assert names == ["stamp"]
+    for engine in (refits(cut(1, 1, c=0)), refits(cut(1, 1, c=0), done(1, 1))):
+        _, names = found(call(version=1), engine)
+        assert names == []
