@@ -36,7 +36,6 @@ from tests.watermark import (
     held_outputs,
     held_requests,
     load,
-    refusals,
     token,
     versions_of,
     write_adapter,
@@ -293,7 +292,8 @@ def test_modes_that_leave_nothing_running(run: Run, mode: str) -> None:
     assert (cut.mode, cut.kv) == (mode, None)
     ended = [call.tokens for call in verdict.calls[:30]]
     assert (max(ended) < 120) == (mode == "abort")
-    assert (run.num_refused > 0) == bool(refusals())
+    refuses = hasattr(run.served.llm.engine_core, "pause_generation_async")  # vLLM 0.33
+    assert (run.num_refused > 0) == refuses
 
 
 def test_a_refit_that_fails_and_its_repetition(run: Run) -> None:

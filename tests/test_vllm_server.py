@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from rl_staleness import StalenessCallback
 from rl_staleness.events import LARGEST
 from rl_staleness.integrations.vllm_http import VllmServerEngine
-from tests.watermark import END, MARGIN, refusals
+from tests.watermark import END, MARGIN
 from tests.watermark_server import KEY, HttpRun, ServedOverHttp
 
 
@@ -156,7 +156,6 @@ def test_modes_that_leave_nothing_running(run: HttpRun, mode: str) -> None:
     verdict.assert_exact()
     (cut,) = run.cuts()
     assert set((cut.calls or {}).values()) <= {0}
-    assert not run.num_refused or refusals()
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

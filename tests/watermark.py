@@ -237,7 +237,7 @@ class Served:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What vLLM 0.33 and later raise of a request that comes in a pause to abort or to wait."""
+    """What vLLM raises of a request that it does not take; 0.33 in a pause to abort or to wait."""
     from vllm import exceptions
 
     refusal = getattr(exceptions, "RetryableRequestError", None)
