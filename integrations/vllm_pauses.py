@@ -53,6 +53,7 @@ class PauseWatch:
         self.paused = False
         """A pause was complete, and this front end has not resumed the engine since."""
         self._told = told
+        self._num_resumes = 0
         self._cache: Cache = None
         self._under_way: set[object] = set()
 
@@ -87,14 +88,13 @@ class PauseWatch:
                 asked.seen = True
                 self._under_way.discard(asked)
                 asked = asked.around
-            mine = object()
+            mine, resumes = object(), self._num_resumes
             self._under_way.add(mine)
             try:
                 result = await original(*args, **kwargs)
-                self.paused = True
             finally:
                 self._under_way.discard(mine)
-            self._complete(args, kwargs, place)
+            self._complete(args, kwargs, place, resumes)
             return result
 
         return pause
@@ -102,24 +102,26 @@ class PauseWatch:
     def _pausing_in_front(self, original: Any, place: int) -> Any:
         @wraps(original)
         async def pause(*args: Any, **kwargs: Any) -> Any:
-            asked = _FrontPause(_asked.get())
+            asked, resumes = _FrontPause(_asked.get()), self._num_resumes
             self._under_way.add(asked)
             before = _asked.set(asked)
             try:
                 result = await original(*args, **kwargs)
-                if not asked.seen:
-                    self.paused = True
             finally:
                 _asked.reset(before)
                 self._under_way.discard(asked)
             if not asked.seen:
-                self._complete(args, kwargs, place)
+                self._complete(args, kwargs, place, resumes)
             return result
 
         return pause
 
-    def _complete(self, args: Sequence[Any], kwargs: Mapping[str, Any], place: int) -> None:
-        self._cache = None
+    def _complete(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], place: int, resumes: int
+    ) -> None:
+        if resumes != self._num_resumes:
+            return  # it was taken back before it was complete
+        self.paused, self._cache = True, None
         if kwargs.get("mode") == "keep" and "clear_cache" in kwargs:
             self._cache = "recomputed" if kwargs["clear_cache"] else "kept"
         if self._told is not None:
@@ -130,6 +132,7 @@ class PauseWatch:
         @wraps(original)
         def resume(*args: Any, **kwargs: Any) -> Any:
             self.paused = False
+            self._num_resumes += 1
             return original(*args, **kwargs)
 
         return resume

@@ -186,7 +186,7 @@ class Ledger:
         before = self.run
         if before is not None and event.run != before.run:
             self._find("run_changed", f"{event.run!r} goes on where {before.run!r} was")
-        elif before is not None and event.incarnation != before.incarnation + 1:
+        elif before is not None and not _follows(event, before):
             detail = f"incarnation {event.incarnation} follows {before.incarnation}"
             self._find("incarnation", detail)
         self._orphans = self.orphans
@@ -353,6 +353,12 @@ class Ledger:
     def _find_all(self, found: Iterable[Finding]) -> None:
         for name, detail in found:
             self._find(name, detail)
+
+
+def _follows(event: RunStarted, before: RunStarted) -> bool:
+    """Whether a start is the next one; some between may not have reached the disk."""
+    ahead = event.incarnation - before.incarnation
+    return ahead == 1 or (ahead > 1 and "resumed" in (event.about or {}))
 
 
 def _refits_before(event: RunStarted) -> dict[str, int]:

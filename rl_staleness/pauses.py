@@ -33,8 +33,8 @@ __all__ = ["Answer", "Begun", "Cuts", "Pauses"]
 ENGINE = "engine"
 """Name of the engine of a trainer that attached none and named none."""
 
-MOST_OWED = 64
-"""Refits whose cuts are waited for; older ones have none, though what comes is written."""
+MOST_OWED = 8
+"""Refits of an engine whose cuts may be on their way; older ones have none until one comes."""
 
 EMPTY_MODES = ("abort", "wait")
 """Pause modes in which every call has ended when the pause is complete; what an attached engine
@@ -68,6 +68,8 @@ class _Pause:
     labelled: Future[None] | None = None
     """Done once the engine knows that the refit is done."""
     cut_due: bool = True
+    given_up: bool = False
+    """Its cut is counted as missing."""
     marking: bool = True
     """The hook itself is at work: what the engine says meanwhile is written there."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -120,8 +122,8 @@ class Pauses:
         """First and last of the numbers that an engine may have gone on with when it should not."""
         self._unlabelled: dict[str, set[int]] = {}
         self._num_without_cut = 0
-        self._owed: list[_Pause] = []
-        """Refits whose engines took notice and have not said yet what they counted."""
+        self._owed: dict[str, list[_Pause]] = {}
+        """Refits of each engine that was told of them and has not said yet what it counted."""
         self._clerk: ThreadPoolExecutor | None = None
         self._writing: list[Future[None]] = []
 
@@ -223,7 +225,7 @@ class Pauses:
                 )
                 begun.answers.append(_told(name, "pause", mark))
                 pause.noticed = begun.answers[-1].noticed
-                self._owe(pause)
+                self._owe(name, pause)
             pause.marking = False
         for name, pause in begun.pauses.items():
             if cuts is not None and name in cuts:
@@ -291,7 +293,10 @@ class Pauses:
             if pause is None:
                 self._violation("refit_aborted_without_pause", f"engine {name!r} was not paused")
                 continue
-            pause.cut_due = False
+            with pause.lock:
+                due, pause.cut_due = pause.cut_due, False
+            if due:
+                self._missed(pause, missing=False)
             if pause.noticed is not None and _succeeded(pause.noticed):
                 self._last_noticed[name] = pause.refit
             self._record(
@@ -353,9 +358,10 @@ class Pauses:
             if not pause.cut_due:
                 return
             pause.cut_due = False
+        self._missed(pause, missing=cut is None)
         if cut is None:
-            self._num_without_cut += 1
-        elif pause.marking or not _on_a_loop():
+            return
+        if pause.marking or not _on_a_loop():
             self._write(name, pause, cut)
         else:
             # An engine counts on its own loop, where nothing is written: it generates there.
@@ -366,18 +372,30 @@ class Pauses:
     @property
     def without_cut(self) -> int:
         """Refits of an engine that has not said how far its calls were, or could not."""
-        return self._num_without_cut + sum(pause.cut_due for pause in self._owed)
+        with self._lock:
+            owed = sum(pause.cut_due for pauses in self._owed.values() for pause in pauses)
+            return self._num_without_cut + owed
 
     def last_refits(self) -> dict[str, int]:
         """Number of the last refit whose pause began, of every engine that had one here."""
-        return {name: self._number(name) for name in self._numbers}
+        with self._lock:
+            names = list(self._numbers)
+        return {name: self._number(name) for name in names}
 
-    def _owe(self, pause: _Pause) -> None:
-        """Remember that a cut is to come, for as long as it may matter."""
-        owed = [pause, *(earlier for earlier in self._owed if earlier.cut_due)]
-        for given_up in owed[MOST_OWED:]:
-            self._num_without_cut += given_up.cut_due
-        self._owed = owed[:MOST_OWED]
+    def _owe(self, name: str, pause: _Pause) -> None:
+        """Remember that a cut is to come, for as long as it may be on its way."""
+        with self._lock:
+            owed = [each for each in self._owed.get(name, ()) if each.cut_due]
+            for given_up in owed[: max(len(owed) + 1 - MOST_OWED, 0)]:
+                given_up.given_up = True
+                self._num_without_cut += 1
+            self._owed[name] = [*owed, pause][-MOST_OWED:]
+
+    def _missed(self, pause: _Pause, *, missing: bool) -> None:
+        """A cut that was due has come, is not needed, or will never come."""
+        with self._lock:
+            self._num_without_cut += missing - pause.given_up
+            pause.given_up = False
 
     def settle(self, timeout: float) -> None:
         """Wait until what engines have delivered is written, for so many seconds at most."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-__all__ = ["Segment", "Span", "covered_by", "move", "overlapping", "widen", "within"]
+__all__ = ["Segment", "Span", "covered_by", "move", "overlapping", "split", "widen", "within"]
 
 Segment = tuple[int, int, int, int]
 """``(start, stop, oldest, newest)``: half open, versions inclusive, equal where it is known."""
@@ -35,6 +35,21 @@ def move(segments: list[Segment], place: int, oldest: int, newest: int) -> list[
         return segments
     before = [(a, min(b, place), o, n) for a, b, o, n in segments if a < place]
     return [*before, (place, segments[-1][1], oldest, newest)]
+
+
+def split(segments: Iterable[Segment], place: int) -> list[Segment]:
+    """Part the segment that has tokens on both sides of a place.
+
+    >>> split([(0, 90, 0, 0)], 30)
+    [(0, 30, 0, 0), (30, 90, 0, 0)]
+    """
+    parts: list[Segment] = []
+    for start, stop, oldest, newest in segments:
+        if start < place < stop:
+            parts.append((start, place, oldest, newest))
+            start = place
+        parts.append((start, stop, oldest, newest))
+    return parts
 
 
 def widen(

@@ -57,16 +57,17 @@ class Recorder:
         """What became of the trace while it was written; known when it is closed."""
         self._writer = None if path is None else TraceWriter(path, run=run)
         self._step: StepStaleness | None = None
+        self._skipped = 0  # without a trace: what a gap before the next event says
+        self._went_back = False  # `trained` has steps that are undone
         self._run = run
         if self._writer is not None and self._writer.continued:
-            went_back = False
             for event in read(self._writer.path):
-                went_back = went_back or self._undoes(event)
+                self._went_back = self._went_back or self._undoes(event)
                 step = self.ledger.apply(event)
                 self.lines += 1
                 if step is not None:
                     self.trained.update(step.tokens_by_age)
-            if went_back:
+            if self._went_back:
                 self._count_again()
 
     @property
@@ -107,10 +108,16 @@ class Recorder:
         with self.lock:
             self._step = None
             try:
-                if self._writer is None:
-                    self._apply(decode(encode(event)))
-                else:
+                if self._writer is not None:
                     self._writer.append(event, held=held, applied=self._apply)
+                    if self._went_back and not self._writer.held:
+                        self._count_again()
+                else:
+                    seen = decode(encode(event))
+                    if self._skipped:
+                        self._apply(Gap(time=event.time, lost=self._skipped))
+                        self._skipped = 0
+                    self._apply(seen)
             except TraceError:
                 self.refused += 1
                 raise
@@ -121,8 +128,8 @@ class Recorder:
         with self.lock:
             if self._writer is not None:
                 self._writer.skip()
-            elif self.ledger.run is not None:
-                self._apply(Gap(time=0.0, lost=1))  # what a reader would see before the next line
+            else:
+                self._skipped += 1
 
     def close(self) -> None:
         """Close the trace; a second time does nothing."""
@@ -142,6 +149,7 @@ class Recorder:
         return type(event) is RunStarted and event.step < self.ledger.step
 
     def _count_again(self) -> None:
+        self._went_back = False
         if self._writer is not None:
             self.trained.clear()
             for _, step, undone in counted_steps(self._writer.path):
@@ -149,13 +157,11 @@ class Recorder:
                 self.trained -= undone
 
     def _apply(self, event: Event) -> None:
-        went_back = self._undoes(event)
+        self._went_back = self._went_back or self._undoes(event)
         self.lines += 1
         self._step = self.ledger.apply(event)
         if self._step is not None:
             self.trained.update(self._step.tokens_by_age)
-        if went_back:
-            self._count_again()
         for name, detail in self.ledger.found:
             self.violations[name] += 1
             if self.violations[name] <= LOGGED_A_NAME:

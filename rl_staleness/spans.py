@@ -6,11 +6,13 @@ the set. Nothing here walks over single tokens, and nothing here decides what th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate, pairwise
 
 from rl_staleness.events import LARGEST, Call
 from rl_staleness.listings import Counts
-from rl_staleness.ranges import Segment, covered_by, move, overlapping, widen
+from rl_staleness.ranges import Segment, covered_by, move, overlapping, split, widen
 from rl_staleness.refits import Finding, Refit, Refits
 
 __all__ = ["NEVER", "restored_spans", "ruled_spans", "spans_of"]
@@ -46,10 +48,13 @@ def spans_of(
         _compare(call, counts, refits, segments, found)
     if lost:
         found = []
-        segments = _doubtful(call, min((s[2] for s in segments), default=call.version), now)
+        oldest = min((s[2] for s in segments), default=call.version)
+        segments = _doubtful(call, oldest, max([now, call.version, *(s[3] for s in segments)]))
     segments, found = _as_the_engine_says(call, segments, found)
     if from_before and refits.limit is not None and call.spans:
-        segments = _in_this_run(segments, refits.limit, found, refits)
+        exact = {number: count for number, count in counts.items() if refits.exact(number)}
+        known = partial(_is_explained, refits=refits, exact=exact, until=until, now=now)
+        segments = _in_this_run(segments, refits.limit, found, known, places=exact.values())
     return segments, found
 
 
@@ -79,24 +84,40 @@ def restored_spans(call: Call, *, now: int, limit: int) -> tuple[list[Segment], 
 
 
 def _in_this_run(
-    segments: list[Segment], limit: int, found: list[Finding], refits: Refits | None = None
+    segments: list[Segment],
+    limit: int,
+    found: list[Finding],
+    known: Callable[[Segment], bool] = lambda _: False,
+    *,
+    places: Iterable[int] = (),
 ) -> list[Segment]:
-    """Give up what is newer than what the run went on from, unless one of its refits led there, or
-    may have: it is not known to be done yet."""
-    beyond = {s[2] for s in segments if s[2] > limit}
-    if refits is not None:
-        beyond -= {
-            version
-            for version in beyond
-            if refits.leading_to(version, below=LARGEST) is not None
-            or refits.may_lead_to(version, until=LARGEST) is not None
-        }
-    if not beyond:
+    """Give up what is newer than what the run went on from, unless it is known how it came to be.
+
+    Args:
+        places: where the answer to that may change.
+    """
+    if all(segment[2] <= limit for segment in segments):
         return segments
-    found.append(("beyond_resume", f"version {max(beyond)}, but the run went on from {limit}"))
-    return [
-        (a, b, NEVER, NEVER) if old in beyond else (a, b, old, new) for a, b, old, new in segments
-    ]
+    for place in places:
+        segments = split(segments, place)
+    beyond = [segment for segment in segments if segment[2] > limit and not known(segment)]
+    if beyond:
+        newest = max(segment[2] for segment in beyond)
+        found.append(("beyond_resume", f"version {newest}, but the run went on from {limit}"))
+    return [(s[0], s[1], NEVER, NEVER) if s in beyond else s for s in segments]
+
+
+def _is_explained(segment: Segment, *, refits: Refits, exact: Counts, until: int, now: int) -> bool:
+    """Whether a refit of this run led to the version of these tokens of a call from before, or may
+    have: its line names the version, and nobody says that it failed."""
+    start, _, version, _ = segment
+    last = min([until, *(number - 1 for number, count in exact.items() if count > start)])
+    if refits.leading_to(version, below=last + 1) is not None:
+        return True
+    return version <= now and any(
+        refit.state == "open" and refit.version == version
+        for refit in refits.between(refits.base, last)
+    )
 
 
 def _from_before(

@@ -18,6 +18,7 @@ import math
 import os
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -138,7 +139,8 @@ class TraceWriter:
         self.lost = 0
         """Lines of this writer that are not in the file."""
         self._unsaid = self._written = 0
-        self._held: list[bytes] = []  # they could not be written so far
+        self.held: deque[bytes] = deque()
+        """Lines that could not be written so far, and are written before any other."""
         try:
             self.torn = _mend(self.path)
             """Bytes of a torn last line that were cut off."""
@@ -182,14 +184,14 @@ class TraceWriter:
             # Both or none, so that a disk that is nearly full is not filled with gaps.
             seen.insert(0, Gap(time=event.time, lost=self._unsaid))
             lines.insert(0, encode(seen[0]))
-        is_written = self._write(b"\n".join([*self._held, *lines]))
+        # A second line that is held waits without a try: they may be thousands.
+        is_written = not (held and self.held) and self._write_held() and self._write(*lines)
         if is_written:
-            self.lost -= len(self._held)
-            self._held, self._unsaid = [], 0
+            self._unsaid = 0
         else:
             self.lost += 1
             self._unsaid += not held
-            self._held += [line] if held else []
+            self.held += [line] if held else []
         if applied is not None and (is_written or held):
             for each in seen:
                 applied(each)
@@ -226,16 +228,22 @@ class TraceWriter:
             self.path.unlink(missing_ok=True)
         self.close()
 
-    def _write(self, line: bytes) -> bool:
+    def _write_held(self) -> bool:
+        while self.held and self._write(self.held[0]):
+            self.held.popleft()
+            self.lost -= 1
+        return not self.held
+
+    def _write(self, *lines: bytes) -> bool:
         if self._file is None:
             return False
-        data = line + b"\n"
+        data = b"\n".join(lines) + b"\n"
         written = 0
         try:
             while written < len(data):
                 written += os.write(self._file, data[written:])
         except OSError as error:
-            if not self._unsaid:
+            if not (self._unsaid or self.held):
                 _log.warning("%s: a line could not be written: %s", self.path, error)
             if written:
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)

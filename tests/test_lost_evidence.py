@@ -6,9 +6,10 @@ Each of these made a number certain, a violation, or a call nobody's, that was n
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -194,21 +195,106 @@ def test_a_call_that_is_counted_in_the_pause_that_it_began_in(path: Path) -> Non
 
 
 def test_an_engine_that_takes_notice_and_never_counts(path: Path) -> None:
-    """Its refits have no cut, and that is said."""
-
+    """Its refits have no cut, and that is said, once for each."""
     engine = FakeEngine()
-    staleness = StalenessCallback(trace=path, engines=[engine], sinks=[])
-    for _ in range(100):
-        staleness.on_step([])
+    delivers: list[Callable[[Cut | None], None]] = []
+    with StalenessCallback(trace=path, engines=[engine], sinks=[]) as staleness:
+        for _ in range(100):
+            staleness.on_step([])
+            staleness.on_refit_paused()
+            staleness.on_refit_done()
+            delivers.append(engine.deliver)
+        assert {len(owed) for owed in staleness._pauses._owed.values()} == {pauses.MOST_OWED}
+        assert staleness.missing() == {"refits had no cut": 100}
+        for number in (10, 98):  # late, and none the less
+            delivers[number](Cut(calls={}))
+        assert staleness.missing() == {"refits had no cut": 98}
+        for deliver in delivers:  # what was counted already is not counted again
+            deliver(None)
+        assert staleness.missing() == {"refits had no cut": 98}
         staleness.on_refit_paused()
-        staleness.on_refit_done()
-    assert len(staleness._pauses._owed) == pauses.MOST_OWED
-    assert staleness.missing() == {"refits had no cut": 100}
-    engine.deliver(Cut(calls={}))  # late, and none the less
-    staleness.on_refit_paused()
-    staleness.on_refit_aborted(reason="no network")  # one that needs no cut
-    staleness.close()
-    assert staleness.missing() == {"refits had no cut": 99}
+        staleness.on_refit_aborted(reason="no network")  # one that needs no cut
+    assert staleness.missing() == {"refits had no cut": 98}
+
+
+def test_cuts_of_many_engines_are_none_that_is_missing() -> None:
+    """However many have their cuts on the way at once."""
+    engines = [FakeEngine(f"e{number}") for number in range(100)]
+    with StalenessCallback(trace=None, engines=engines, sinks=[]) as staleness:
+        for _ in range(3):
+            staleness.on_step([])
+            staleness.on_refit_paused()
+            for engine in engines:
+                engine.deliver(Cut(calls={}))
+            staleness.on_refit_done()
+        assert staleness.missing() == {}
+
+
+def test_a_start_with_many_groups_on_a_full_disk(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried once and said once; later each hook tries one line before its own."""
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        for number in range(50):
+            call = Call(call="c", engine="engine", version=0, tokens=1)
+            staleness.on_publish(f"g{number}", calls=[call])
+        staleness.on_step([])
+    writes: list[bytes] = []
+    write = os.write
+
+    def written(file: int, data: bytes) -> int:
+        writes.append(data)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", written)
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        with full_disk(path):
+            staleness.start()
+            assert (len(writes), caplog.text.count("could not be written")) == (1, 1)
+            staleness.on_step([])
+            staleness.on_step([])
+            assert (len(writes), caplog.text.count("could not be written")) == (3, 1)
+        step = staleness.on_step([f"g{number}" for number in range(50)])
+        assert step is not None
+        assert (step.tokens, step.violations) == (50, 0)
+    assert list(steps(path))[-1] == step
+
+
+def test_a_start_that_never_reached_the_disk(path: Path) -> None:
+    """The one after it has the next number but one, as its checkpoint says: no violation."""
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        staleness.on_step([])
+        state = staleness.state_dict()
+    staleness = StalenessCallback(trace=path, run="R", sinks=[])
+    staleness.load_state_dict(state)
+    with full_disk(path):
+        staleness.on_step([])
+        state = staleness.state_dict()
+        staleness._recorder.close()
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        staleness.load_state_dict(state)
+        assert staleness.on_step([]) is not None
+        assert staleness.missing() == {}
+    starts = [line["incarnation"] for line in lines(path) if line["event"] == "run_started"]
+    assert starts == [0, 2]
+
+
+def test_the_sum_of_a_run_whose_way_back_is_held(path: Path) -> None:
+    """Steps that are undone are taken off as soon as their undoing stands in the trace."""
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        for name in "ab":
+            call = Call(call=name, engine="engine", version=0, tokens=10, after=0, until=0)
+            staleness.on_publish(name, calls=[call])
+        state = staleness.state_dict()
+        for name in "ab":
+            staleness.on_step([name])
+    with StalenessCallback(trace=path, run="R", sinks=[]) as staleness:
+        staleness.load_state_dict(state)
+        with full_disk(path):
+            staleness.start()
+        for name in "ab":
+            staleness.on_step([name])
+        assert staleness._recorder.trained == {0: 10, 1: 10}
 
 
 def test_a_refused_step_without_a_trace(path: Path) -> None:
@@ -222,3 +308,12 @@ def test_a_refused_step_without_a_trace(path: Path) -> None:
             assert (step.step, step.violations) == (2, 0)
             said = staleness.missing()
             assert not [what for what in said if what.startswith("violations")], said
+
+
+def test_a_step_after_the_end_changes_nothing(path: Path) -> None:
+    """Nothing is heard then, with a trace or without one."""
+    for trace in (path, None):
+        with StalenessCallback(trace=trace, sinks=[]) as staleness:
+            staleness.on_publish("g", calls=[Call(call="c", engine="e", version=0, tokens=1)])
+        staleness.on_step([])
+        assert staleness.age("g").coverage == 1

@@ -360,3 +360,32 @@ def test_stamp_of_the_refit_that_cut_the_call() -> None:
     for engine in (refits(cut(1, 1, c=0)), refits(cut(1, 1, c=0), done(1, 1))):
         _, names = found(call(version=1), engine)
         assert names == []
+
+
+def test_spans_of_a_rolled_back_part_that_a_refit_of_the_run_also_leads_to() -> None:
+    """The same number is of other weights: only what comes after that refit can be its doing."""
+    spans = ((0, 20, 6),)
+    before = {"tokens": 20, "after": 5, "spans": spans}
+    gone = [(0, 20, NEVER, NEVER)]
+    for events in ((cut(6, 6, c=10),), (cut(6, 6, c=10), done(6, 6))):
+        engine = refits(*events, start=3, base=5, limit=4)
+        assert found(call(**before), engine)[0] == [(0, 10, NEVER, NEVER), (10, 20, 6, 6)]
+        ended = found(call(**before, until=5), engine)[0]  # before any refit of this run
+        assert ended == [(0, 10, NEVER, NEVER), (10, 20, NEVER, NEVER)]
+    engine = refits(cut(6, 6), start=3, base=5, limit=4)
+    assert found(call(**before), engine, now=6)[0] == [(0, 20, 6, 6)]
+    assert found(call(**before), engine, now=5)[0] == gone  # the policy is not there yet
+    skipped = refits(
+        RefitAborted(time=0.0, engine="e", refit=7, version=5, reason="no network"),
+        start=3,
+        base=5,
+        limit=4,
+    )
+    assert found(call(**before), skipped)[0] == gone  # refit 6 may have happened; to 6, nobody says
+
+
+def test_call_that_is_newer_than_the_step_behind_lost_lines() -> None:
+    """Its stamp is possible, too: the policy was further than the trace."""
+    stamped = call(version=1, after=1, until=1)
+    segments, names = spans_of(stamped, refits(), now=0, lost=True)
+    assert (segments, names) == ([(0, 10, 0, 1)], [])

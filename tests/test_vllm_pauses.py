@@ -252,6 +252,32 @@ def test_two_that_follow_one_front_end(front: type[Front], first: int) -> None:
 
 
 @every_front
+def test_a_pause_that_is_taken_back_before_it_is_complete(front: type[Front]) -> None:
+    """The engine runs when its answer comes: nobody is told, and it is not taken for paused."""
+
+    async def work() -> None:
+        llm = front()
+        modes: list[str] = []
+        engine = VllmEngine(llm, on_pause=modes.append)
+        engine.start(version=0, refit=0)
+        await call_of(llm, 7)
+        llm.engine_core.answers.clear()
+        pausing = asyncio.create_task(llm.pause_generation(mode="wait"))
+        await asyncio.sleep(0)
+        await llm.resume_generation()
+        llm.engine_core.answers.set()
+        await pausing
+        assert modes == []
+        cuts: list[Cut | None] = []
+        marked(engine, cuts)
+        await asyncio.sleep(0)
+        assert cuts == [None]
+        engine.detach()
+
+    asyncio.run(work())
+
+
+@every_front
 def test_a_pause_that_fails_is_none(front: type[Front]) -> None:
     """Nobody is told, and the next one is complete as ever."""
 
