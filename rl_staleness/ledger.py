@@ -48,6 +48,7 @@ class Ledger:
         """Policy updates so far: the version that the next step is expected to update."""
         self.step = 0
         """Number of the next step."""
+        self._newest = 0  # that a refit led to
         self.found: list[Finding] = []
         """Violations that the last event showed, as (name, detail)."""
         self._engines: dict[str, Refits] = {}
@@ -86,6 +87,12 @@ class Ledger:
         if self.found:
             self.found = []
         return self._apply[type(event)](event)
+
+    @property
+    def newest(self) -> int:
+        """The newest version that the policy is known to have had: lines of steps may be lost, and
+        those of refits that came after them may not."""
+        return max(self.version, self._newest)
 
     @property
     def orphans(self) -> int:
@@ -191,7 +198,8 @@ class Ledger:
             self._find("incarnation", detail)
         self._orphans = self.orphans
         self._last_refits.update({name: refits.last for name, refits in self._engines.items()})
-        self._undone = self._undone or event.version < self.version
+        self._undone = self._undone or event.version < self.newest
+        self._newest = 0
         self.run, self.version, self.step = event, event.version, event.step
         self._engines, self._waiting, self._found_before = {}, {}, {}
         self._refit_versions.forget_above(event.version)  # what a rolled back part led to
@@ -211,6 +219,7 @@ class Ledger:
             detail = f"refit {event.refit} of {event.engine!r} leads to {event.version}"
             self._find("engine_version_beyond_policy", f"{detail}, the policy has {self.version}")
         self._refit_versions.add(event.version)
+        self._newest = max(self._newest, event.version)
         self._refit_seconds += event.pause_seconds or 0.0
         self._lines_lost = False
         if self._informed is not None:

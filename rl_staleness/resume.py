@@ -136,7 +136,7 @@ def resumption(
         step if step is not None else before.step if before.run else 1,
     )
     # The trainer may have made steps whose lines are lost.
-    now = max(before.version, point.version)
+    now = max(before.newest, point.version)
     waiting = tuple(_restored(group, before, now=now) for group in before.waiting())
     names = {group.group for group in waiting}
     undone = tuple(group.group for group in ledger.waiting() if group.group not in names)

@@ -320,3 +320,23 @@ def test_spans_whose_newest_version_is_older_than_their_oldest() -> None:
         else:
             with pytest.raises(TraceError, match="older than its oldest"):
                 take(ledger(started(2)), event)
+
+
+def test_a_part_is_undone_that_only_refits_show() -> None:
+    """Steps whose lines are lost led to what the engine was moved to."""
+    lost = line("gap", lost=3)
+    made = ledger(started(1, start=1), lost, done(1, 4))
+    assert (made.version, made.newest) == (1, 4)
+    take(made, started(1, start=1, incarnation=1, about={"resumed": {}}))
+    assert made.newest == 1
+    before = Call(call="c", engine="e", version=1, tokens=9, after=0)
+    assert made.spans(before) == [(0, 9, -1, -1)]  # of which part it is, nobody can say
+
+
+def test_a_start_that_leaves_out_a_number() -> None:
+    """A violation, unless it says that the run goes on: the other may not have been written."""
+    for about, found in (({}, ["incarnation"]), ({"resumed": {}}, [])):
+        again = started(1, start=1, incarnation=2, about=about)
+        assert take(ledger(started(1, start=1)), again) == found
+    earlier = started(1, start=1, incarnation=1, about={"resumed": {}})
+    assert take(ledger(started(1, start=1, incarnation=1)), earlier) == ["incarnation"]
