@@ -52,9 +52,8 @@ def spans_of(
         segments = _doubtful(call, oldest, max([now, call.version, *(s[3] for s in segments)]))
     segments, found = _as_the_engine_says(call, segments, found)
     if from_before and refits.limit is not None and call.spans:
-        exact = {number: count for number, count in counts.items() if refits.exact(number)}
-        known = partial(_is_explained, refits=refits, exact=exact, until=until, now=now)
-        segments = _in_this_run(segments, refits.limit, found, known, places=exact.values())
+        known = partial(_is_explained, refits=refits, counts=counts, until=until, now=now)
+        segments = _in_this_run(segments, refits.limit, found, known, places=counts.values())
     return segments, found
 
 
@@ -96,22 +95,24 @@ def _in_this_run(
     Args:
         places: where the answer to that may change.
     """
-    if all(segment[2] <= limit for segment in segments):
-        return segments
+    parts = segments
     for place in places:
-        segments = split(segments, place)
-    beyond = [segment for segment in segments if segment[2] > limit and not known(segment)]
-    if beyond:
-        newest = max(segment[2] for segment in beyond)
-        found.append(("beyond_resume", f"version {newest}, but the run went on from {limit}"))
-    return [(s[0], s[1], NEVER, NEVER) if s in beyond else s for s in segments]
+        parts = split(parts, place)
+    beyond = [part for part in parts if part[2] > limit and not known(part)]
+    if not beyond:
+        return segments
+    newest = max(part[2] for part in beyond)
+    found.append(("beyond_resume", f"version {newest}, but the run went on from {limit}"))
+    return [(part[0], part[1], NEVER, NEVER) if part in beyond else part for part in parts]
 
 
-def _is_explained(segment: Segment, *, refits: Refits, exact: Counts, until: int, now: int) -> bool:
+def _is_explained(
+    segment: Segment, *, refits: Refits, counts: Counts, until: int, now: int
+) -> bool:
     """Whether a refit of this run led to the version of these tokens of a call from before, or may
     have: its line names the version, and nobody says that it failed."""
     start, _, version, _ = segment
-    last = min([until, *(number - 1 for number, count in exact.items() if count > start)])
+    last = min([until, *(number - 1 for number, count in counts.items() if count > start)])
     if refits.leading_to(version, below=last + 1) is not None:
         return True
     return version <= now and any(

@@ -340,3 +340,19 @@ def test_a_start_that_leaves_out_a_number() -> None:
         assert take(ledger(started(1, start=1)), again) == found
     earlier = started(1, start=1, incarnation=1, about={"resumed": {}})
     assert take(ledger(started(1, start=1, incarnation=1)), earlier) == ["incarnation"]
+
+
+def test_the_newest_version_of_a_run_without_a_step() -> None:
+    """That of its start, also after a resume."""
+    made = ledger(started(0))
+    assert made.newest == 0
+    take(made, started(0, incarnation=1))
+    assert made.newest == 0
+
+
+def test_spans_as_of_a_policy_that_is_further_than_the_lines() -> None:
+    """What is not known may be as new as that; by default as the last line."""
+    made = ledger(started(0, start=0), line("gap", lost=1))
+    unsure = Call(call="c", engine="e", version=0, tokens=9, after=0)
+    assert made.spans(unsure, now=3) == [(0, 9, 0, 3)]
+    assert made.spans(unsure) == [(0, 9, 0, 0)]

@@ -389,3 +389,29 @@ def test_call_that_is_newer_than_the_step_behind_lost_lines() -> None:
     stamped = call(version=1, after=1, until=1)
     segments, names = spans_of(stamped, refits(), now=0, lost=True)
     assert (segments, names) == ([(0, 10, 0, 1)], [])
+    announced = refits(cut(1, 5, c=2))
+    segments, names = spans_of(call(version=0), announced, now=0, lost=True)
+    assert (segments, names) == ([(0, 10, 0, 5)], [])
+
+
+def test_spans_of_refits_that_the_call_from_before_has_met() -> None:
+    """Each is believed from the last refit before the cut that counts the token."""
+    engine = refits(done(6, 5), cut(7, 6, c=10), done(7, 6), start=3, base=5, limit=4)
+    of = {"tokens": 20, "after": 5, "spans": ((0, 4, 3), (4, 10, 5), (10, 20, 6))}
+    known = [(0, 4, 3, 3), (4, 10, 5, 5), (10, 20, 6, 6)]
+    assert found(call(**of), engine)[0] == known
+    inexact = refits(done(6, 5), cut(7, 6, exact=False, c=10), start=3, base=5, limit=4)
+    assert found(call(**of), inexact)[0] == known
+    of = {"tokens": 20, "after": 5, "spans": ((0, 20, 6),)}
+    for made in (engine, inexact):  # ten tokens at least were there before refit 7
+        segments, names = found(call(**of), made)
+        assert segments == [(0, 10, NEVER, NEVER), (10, 20, 6, 6)]
+        assert names[-1] == "beyond_resume"
+
+
+def test_the_newest_version_beyond_a_resume_is_named() -> None:
+    engine = refits(start=3, base=5, limit=4)
+    of = call(after=5, spans=((0, 4, 6), (4, 8, 7, 9), (8, 10, 5)))
+    segments, findings = spans_of(of, engine, now=9)
+    assert segments == [(0, 4, NEVER, NEVER), (4, 8, NEVER, NEVER), (8, 10, NEVER, NEVER)]
+    assert dict(findings)["beyond_resume"] == "version 7, but the run went on from 4"
