@@ -371,7 +371,7 @@ def _follows(event: RunStarted, before: RunStarted) -> bool:
 
 
 def _refits_before(event: RunStarted) -> dict[str, int]:
-    """The last refit numbers of engines, where the trace that had them is lost."""
+    """The last refit numbers of engines, where they are higher than any that a line names."""
     said: object = (event.about or {}).get("refits_before")
     numbers = cast("dict[str, object]", said) if isinstance(said, dict) else {}
     return {name: number for name, number in numbers.items() if type(number) is int}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias, cast
 
@@ -72,7 +72,6 @@ class _Pause:
     """Its cut is counted as missing."""
     marking: bool = True
     """The hook itself is at work: what the engine says meanwhile is written there."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +292,7 @@ class Pauses:
             if pause is None:
                 self._violation("refit_aborted_without_pause", f"engine {name!r} was not paused")
                 continue
-            with pause.lock:
-                due, pause.cut_due = pause.cut_due, False
-            if due:
-                self._missed(pause, missing=False)
+            self._settle_cut(pause, missing=False)
             if pause.noticed is not None and _succeeded(pause.noticed):
                 self._last_noticed[name] = pause.refit
             self._record(
@@ -354,12 +350,7 @@ class Pauses:
 
     def _deliver(self, name: str, pause: _Pause, cut: Cut | None) -> None:
         """Write down what an engine counted, the first time that it says so."""
-        with pause.lock:
-            if not pause.cut_due:
-                return
-            pause.cut_due = False
-        self._missed(pause, missing=cut is None)
-        if cut is None:
+        if not self._settle_cut(pause, missing=cut is None) or cut is None:
             return
         if pause.marking or not _on_a_loop():
             self._write(name, pause, cut)
@@ -391,11 +382,13 @@ class Pauses:
                 self._num_without_cut += 1
             self._owed[name] = [*owed, pause][-MOST_OWED:]
 
-    def _missed(self, pause: _Pause, *, missing: bool) -> None:
-        """A cut that was due has come, is not needed, or will never come."""
+    def _settle_cut(self, pause: _Pause, *, missing: bool) -> bool:
+        """A cut has come, is not needed, or is missing for good; whether it was due until now."""
         with self._lock:
-            self._num_without_cut += missing - pause.given_up
-            pause.given_up = False
+            due, pause.cut_due = pause.cut_due, False
+            if due:
+                self._num_without_cut += missing - pause.given_up
+        return due
 
     def settle(self, timeout: float) -> None:
         """Wait until what engines have delivered is written, for so many seconds at most."""

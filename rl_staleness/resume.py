@@ -56,7 +56,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     step: Whole
     """Number of the next step."""
     refits: dict[str, Whole] = {}
-    """Last refit number of each engine, for a trace that is lost."""
+    """Last refit number of each engine: the trace may be lost, or have no line of it."""
 
 
 class Point(NamedTuple):

@@ -137,6 +137,15 @@ def marked(engine: VllmEngine, cuts: list[Cut | None]) -> None:
     engine.mark(1, version=1, mode="keep", deliver=cuts.append)
 
 
+def watched(llm: Front) -> tuple[PauseWatch, list[str]]:
+    """Follow a front end's pauses; the modes of those that are complete."""
+    modes: list[str] = []
+    watch = PauseWatch(modes.append)
+    for owner, name, ours in watch.wrappers(llm, llm.engine_core):
+        setattr(owner, name, ours)
+    return watch, modes
+
+
 @every_front
 def test_a_pause_is_known_when_it_is_complete(front: type[Front]) -> None:
     """Whoever marks then, gets an exact cut at once, and no core is asked."""
@@ -309,10 +318,7 @@ def test_the_mode_and_the_cache_of_each_pause(front: type[Front]) -> None:
 
     async def work() -> None:
         llm = front()
-        modes: list[str] = []
-        watch = PauseWatch(modes.append)
-        for owner, name, ours in watch.wrappers(llm, llm.engine_core):
-            setattr(owner, name, ours)
+        watch, modes = watched(llm)
         await llm.pause_generation()
         await llm.sleep()
         await llm.sleep(1, "wait")
@@ -336,10 +342,7 @@ def test_what_is_asked_of_the_core_directly(front: type[Front]) -> None:
 
     async def work() -> None:
         llm = front()
-        modes: list[str] = []
-        watch = PauseWatch(modes.append)
-        for owner, name, ours in watch.wrappers(llm, llm.engine_core):
-            setattr(owner, name, ours)
+        watch, modes = watched(llm)
         core = llm.engine_core
         for pause, resume in (
             (getattr(core, front.pause_of_core), core.resume_scheduler_async),

@@ -173,7 +173,6 @@ class HttpRun:
         self.first = served.version
         self.made: list[tuple[str, tuple[Call, ...], list[list[int]]]] = []
         """Published groups, their calls, and the tokens that the client got of each."""
-        self.num_refused = 0
         self._name, self._sent = secrets.token_hex(4), 0
         self._session: aiohttp.ClientSession | None = None
         self._before = 0
@@ -285,7 +284,6 @@ class HttpRun:
                 break
             except Refused:
                 received.append([])
-                self.num_refused += 1
                 await asyncio.sleep(0.02)
         received += [choice["token_ids"] for choice in answer["choices"]]
         await self.publish(request, received)
