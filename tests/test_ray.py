@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import secrets
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ ray = pytest.importorskip("ray")
 
 from rl_staleness import Call, StalenessCallback  # noqa: E402
 from rl_staleness.engines import Cut  # noqa: E402
+from rl_staleness.integrations import ray as ours  # noqa: E402
 from rl_staleness.integrations.ray import RayEngine  # noqa: E402
 
 
@@ -60,17 +61,21 @@ class Told:
 
     Args:
         settles: it counts at the mark; otherwise when its actor is told to.
-        stuck: it takes no notice of marks until its actor is told to.
+        stuck_until: it takes no notice of marks until there is this file. A method of its actor
+            could not tell it: Ray calls none while a request is being served.
     """
 
-    def __init__(self, name: str, *, settles: bool = True, stuck: bool = False) -> None:
+    def __init__(self, name: str, *, settles: bool = True, stuck_until: Path | None = None) -> None:
         self.name = name
         self.told: list[tuple[object, ...]] = []
         self.marks: list[Callable[[Cut | None], None]] = []
         self.noticed: Future[None] = Future()
         self.settles = settles
-        if not stuck:
+        if stuck_until is None:
             self.noticed.set_result(None)
+        else:
+            ours.INSIDE_SECONDS = 60  # of this actor's process
+            threading.Thread(target=self.wait_for, args=(stuck_until,), daemon=True).start()
 
     def start(self, *, version: int, refit: int) -> Future[None]:
         return self.note("start", version, refit)
@@ -94,6 +99,11 @@ class Told:
     def detach(self) -> None:
         self.note("detach")
 
+    def wait_for(self, file: Path) -> None:
+        while not file.exists():
+            time.sleep(0.02)
+        self.noticed.set_result(None)
+
     def note(self, *what: object) -> Future[None]:
         self.told.append(what)
         noticed: Future[None] = Future()
@@ -115,9 +125,6 @@ class Actor:
         for mark in self.staleness.marks:
             mark(Cut(calls={"c": 7}))
 
-    async def notice(self) -> None:
-        self.staleness.noticed.set_result(None)
-
 
 class Blocking:
     """Has an engine, and a method that blocks."""
@@ -129,9 +136,9 @@ class Blocking:
         time.sleep(4)
 
 
-def new_actor(name: str = "e", *, settles: bool = True, stuck: bool = False) -> Any:
+def new_actor(name: str = "e", *, settles: bool = True, stuck_until: Path | None = None) -> Any:
     """Start an actor that comes up again once; wait until it is there."""
-    engine = partial(Told, name, settles=settles, stuck=stuck)
+    engine = partial(Told, name, settles=settles, stuck_until=stuck_until)
     actor = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(Actor).remote(engine)
     started.append(actor)
     ray.get(actor.told.remote())
@@ -246,9 +253,9 @@ def test_counts_that_never_come_are_given_up() -> None:
 
 
 @pytest.mark.parametrize("ending", ["done", "aborted"])
-def test_mark_that_was_not_taken_in_the_pause_is_void(ending: str) -> None:
+def test_mark_that_was_not_taken_in_the_pause_is_void(ending: str, tmp_path: Path) -> None:
     """What a slow actor counts after the refit went on is not the cut of that refit."""
-    actor, counts = new_actor(stuck=True), Counts()
+    actor, counts = new_actor(stuck_until=tmp_path / "now"), Counts()
     engine = RayEngine(actor, name="e")
     engine.start(version=0, refit=0).result(10)
     noticed = engine.mark(1, version=1, mode="keep", deliver=counts)
@@ -259,16 +266,17 @@ def test_mark_that_was_not_taken_in_the_pause_is_void(ending: str) -> None:
     else:
         engine.aborted(1)
     assert counts.cuts == [None]
-    ray.get(actor.notice.remote())
-    concurrent.futures.wait([noticed], 10)
+    (tmp_path / "now").touch()
+    noticed.result(30)
     time.sleep(0.2)
     assert counts.cuts == [None]
     engine.detach()
 
 
-def test_slow_and_dead_actors_hold_up_nobody_else() -> None:
+def test_slow_and_dead_actors_hold_up_nobody_else(tmp_path: Path) -> None:
     """Two engines that do not answer cost the third one nothing."""
-    slow, dead, well = new_actor("slow", stuck=True), new_actor("dead"), new_actor("well")
+    slow = new_actor("slow", stuck_until=tmp_path / "never")
+    dead, well = new_actor("dead"), new_actor("well")
     engines = {
         name: RayEngine(actor, name=name)
         for name, actor in (("slow", slow), ("dead", dead), ("well", well))
@@ -411,14 +419,14 @@ def test_dead_actor_costs_its_own_calls_their_coverage() -> None:
     assert step.violations == 0
 
 
-def test_waiter_that_gives_up_does_not_cancel_the_request() -> None:
+def test_waiter_that_gives_up_does_not_cancel_the_request(tmp_path: Path) -> None:
     """A hook may stop waiting in a way that cancels its future."""
-    actor, counts = new_actor(stuck=True), Counts()
+    actor, counts = new_actor(stuck_until=tmp_path / "now"), Counts()
     engine = RayEngine(actor, name="e")
     engine.start(version=0, refit=0).result(10)
     noticed = engine.mark(1, version=1, mode="keep", deliver=counts)
     assert not noticed.cancel()
-    ray.get(actor.notice.remote())
-    noticed.result(10)
+    (tmp_path / "now").touch()
+    noticed.result(30)
     assert counts.cuts == [Cut(calls={"c": 1})]
     engine.detach()
