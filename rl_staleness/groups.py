@@ -29,7 +29,7 @@ _Key = tuple[str, int, int | None, int | None]
 class _Path:
     """Calls of a kind that the same cuts list: their tokens up to the first count, the next, ..."""
 
-    __slots__ = ("is_span", "newest", "places", "sole", "tokens", "versions")
+    __slots__ = ("added", "is_span", "listings", "newest", "sole", "tokens", "versions")
 
     def __init__(self, versions: list[_Versions]) -> None:
         self.versions = versions
@@ -40,8 +40,10 @@ class _Path:
         self.is_span = len({oldest for oldest, _ in versions}) > 1
         self.tokens = 0
         """Of all its calls."""
-        self.places: list[tuple[int, ...]] = []
-        """The counts of each call that has some."""
+        self.listings: list[Listing] = []
+        """Of those calls that are listed."""
+        self.added: list[Listing] = []
+        """Of calls whose tokens are in the tally."""
 
     def says(self, places: tuple[int, ...], stop: int) -> Spans:
         """The spans of a call with these counts, where the engine says the same."""
@@ -49,20 +51,35 @@ class _Path:
 
     def drain(self) -> Iterator[tuple[_Versions, int]]:
         """Tokens by versions, of the calls since the last time."""
-        reached = [0, *map(sum, zip(*self.places, strict=True)), self.tokens]
+        places = [listing.places for listing in self.listings]
+        reached = [0, *map(sum, zip(*places, strict=True)), self.tokens]
         yield from zip(self.versions, map(sub, reached[1:], reached), strict=False)
         self.tokens = 0
-        self.places.clear()
+        self.added += self.listings
+        self.listings.clear()
 
 
 class _Kind:
     """Calls of the step that began and ended alike."""
 
-    __slots__ = ("after", "engine", "listed", "paths", "unlisted", "until", "version")
+    __slots__ = (
+        "after",
+        "crosses",
+        "engine",
+        "listed",
+        "paths",
+        "refits",
+        "unlisted",
+        "until",
+        "version",
+    )
 
-    def __init__(self, key: _Key, listed: Mapping[str, Listing], unlisted: _Path | None) -> None:
+    def __init__(self, key: _Key, refits: Refits, unlisted: _Path | None) -> None:
         self.engine, self.version, self.after, self.until = key
-        self.listed = listed
+        self.refits = refits
+        self.crosses = self.after is None or self.after != self.until
+        """A cut may list them that has not come so far."""
+        self.listed = refits.calls.listed
         self.unlisted = unlisted
         """Those that no cut lists; None: each is looked at by itself."""
         self.paths: dict[tuple[int, ...], _Path | None] = {}
@@ -99,6 +116,8 @@ class StepTokens:
         self.spanning_calls = 0
         self.arrived = 0
         """Sum over the tokens of the newest version that counts in the token's group."""
+        self.missing: dict[str, None] = {}
+        """Groups of the step that are not there."""
         self._refits = refits
         self._lost = lost
         self._now = now
@@ -107,6 +126,8 @@ class StepTokens:
         self._kinds: dict[_Key, _Kind] = {}
         self._kind: _Kind | None = None
         """That of the last call."""
+        self._alone: list[Call] = []
+        """Calls that are in no path, or that no cut lists so far."""
         self._sums: dict[int, int] = {}
         self._at = -1
 
@@ -139,6 +160,8 @@ class StepTokens:
                 elif listing is None:
                     if spans is not None and spans != path.says((), stop):
                         path = None
+                    elif kind.crosses:
+                        self._alone.append(call)
                 else:
                     refits, places = listing.refits, listing.places
                     path = kind.paths.get(refits) or self._path(kind, refits, call)
@@ -150,7 +173,7 @@ class StepTokens:
                     ):
                         path = None
                     else:
-                        path.places.append(places)
+                        path.listings.append(listing)
             if path is None:
                 stop, version = self._add_odd(call, group, masks)
             else:
@@ -174,13 +197,21 @@ class StepTokens:
         tally: list[tuple[_Versions, int]] = [((v, v), n) for v, n in self._sums.items()]
         for kind in self._kinds.values():
             for path in filter(None, (kind.unlisted, *kind.paths.values())):
-                self.spanning_calls += len(path.places) if path.is_span else 0
+                self.spanning_calls += len(path.listings) if path.is_span else 0
                 tally += path.drain()
         self._sums.clear()
         for versions, number in tally:
             if number:
                 by = self.by_versions[self._at]
                 by[versions] = by.get(versions, 0) + number
+
+    def leave(self) -> None:
+        """The groups were trained: cuts are not asked for long what they say of their calls."""
+        for kind in self._kinds.values():
+            for path in filter(None, kind.paths.values()):
+                kind.refits.calls.left_listed(path.added, kind.refits.last)
+        for call in self._alone:
+            self._refits(call.engine).left(call)
 
     def spans(self, call: Call, *, restored: bool | None) -> tuple[list[Segment], list[Finding]]:
         """The versions of all tokens of one call, and what was found about it."""
@@ -207,6 +238,8 @@ class StepTokens:
         self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None
     ) -> tuple[int, int]:
         """Add a call that is like no other; its tokens, and the newest version of them."""
+        if not group.restored:
+            self._alone.append(call)
         by = self.by_versions[self._at]
         total, newest = 0, -1
         for start, stop, oldest, last in self._odd(call, group, masks):
@@ -227,7 +260,7 @@ class StepTokens:
             like = Call(call="", engine=engine, version=version, tokens=1, after=after, until=until)
             refits = self._refits(engine)
             unlisted = self._probe(like, (), refits)
-            kind = self._kind = self._kinds[key] = _Kind(key, refits.calls.listed, unlisted)
+            kind = self._kind = self._kinds[key] = _Kind(key, refits, unlisted)
         return kind
 
     def _path(self, kind: _Kind, numbers: tuple[int, ...], call: Call) -> _Path | None:

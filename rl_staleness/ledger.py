@@ -172,7 +172,7 @@ class Ledger:
         version = self.version if version is None else version
         step = self.step if step is None else step
         event = StepTrained(time=0.0, step=step, version=version, groups=tuple(groups))
-        return self._measure(event, find=_ignore)
+        return self._numbers(event, self._consumed(event, find=_ignore))
 
     def spans(
         self, call: Call, *, now: int | None = None, restored: bool | None = None
@@ -231,15 +231,13 @@ class Ledger:
     def _group_published(self, event: GroupPublished) -> None:
         if event.group in self._waiting:
             self._find("published_again", f"group {event.group!r} is waiting already")
-            self._release(event.group)  # what its calls need stays for a while
+            self._release(event.group)
         self._waiting[event.group] = event
         calls = event.calls
         if len(calls) > 1 and len(set(map(_CALL, calls))) < len(calls):
             names = Counter(call.call for call in calls)
             twice = [name for name, number in names.items() if number > 1]
             self._find_all(("call_named_twice", f"{n!r} of {event.group!r}") for n in twice)
-        if not event.restored:
-            self._need(calls, (event.group,))
 
     def _group_dropped(self, event: GroupDropped) -> None:
         waiting = self._waiting.get(event.group)
@@ -247,17 +245,22 @@ class Ledger:
         if waiting is not None:
             self._release(event.group)
         else:
-            self._need(event.calls, (event.group,))
+            for call in event.calls:
+                self._refits(call.engine).left(call)
 
     def _step_trained(self, event: StepTrained) -> StepStaleness:
         if event.version != self.version:
             self._find("step_version", f"updates {event.version}, the count is {self.version}")
         if event.step != self.step:
             self._find("step_number", f"is {event.step}, the count is {self.step}")
-        numbers = self._measure(event, find=self._find_once)
-        used = {group for batch in event.consumed for group in batch}
-        for group in used.difference(event.kept or ()) & self._waiting.keys():
-            self._release(group)
+        tokens = self._consumed(event, find=self._find_once)
+        numbers = self._numbers(event, tokens)
+        tokens.leave()
+        kept = set(event.kept or ())
+        for batch in event.consumed:
+            for name in batch:
+                if name not in kept and self._waiting.pop(name, None) is not None:
+                    self._found_before.pop(name, None)
         self.version, self.step = event.version + event.num_updates, event.step + 1
         self._violations = self._dropped_tokens = 0
         self._refit_seconds = 0.0
@@ -273,16 +276,17 @@ class Ledger:
 
     # What they lead to.
 
-    def _measure(self, event: StepTrained, *, find: Find) -> StepStaleness:
+    def _consumed(self, event: StepTrained, *, find: Find) -> StepTokens:
+        """The tokens of a step's groups."""
         masks = event.trained or {}
-        missing: dict[str, None] = {}
         trained = {name for batch in event.consumed for name in batch} if masks else set[str]()
         for name in masks.keys() - trained:
             find(name, "", "mask_of_unknown_group", "the step did not train it")
         tokens = self._tokens(event.version, find)
+        waiting, missing = self._waiting, tokens.missing
         for at, batch in enumerate(event.consumed, start=event.version):
             for name in batch:
-                group = self._waiting.get(name)
+                group = waiting.get(name)
                 if group is None:
                     missing[name] = None
                 else:
@@ -290,13 +294,16 @@ class Ledger:
         tokens.settle()
         for name in missing:
             find(name, "", "unknown_group", "not published, or used up")
+        return tokens
+
+    def _numbers(self, event: StepTrained, tokens: StepTokens) -> StepStaleness:
         return measure(
             tokens.by_versions,
             tokens.unknown,
             arrived=tokens.arrived,
             refit_versions=self._refit_versions,
             late_updates=max(event.num_updates - 1, 0) if event.batches is None else 0,
-            complete=not missing,
+            complete=not tokens.missing,
             step=event.step,
             version=event.version,
             spanning_calls=tokens.spanning_calls,
@@ -323,24 +330,22 @@ class Ledger:
                 base=self._last_refits.get(engine, 0),
                 limit=self.run.version if self.run.incarnation else None,
                 undone=self._undone,
-                waiting=self._waiting.keys(),
+                waiting=self._waiting_calls,
                 orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
             )
         return refits
 
-    def _need(self, calls: Iterable[Call], group: tuple[str]) -> None:
-        """Keep what cuts say of these calls, as long as the group may ask for it."""
-        engines = self._engines
-        for call in calls:
-            refits = engines.get(call.engine) or self._refits(call.engine)
-            # One that no refit touched is listed where it was counted in its own first pause.
-            if call.after is None or call.after != call.until or call.call in refits.calls.listed:
-                refits.calls.need(call.call, group, refits.last)
+    def _waiting_calls(self) -> set[str]:
+        """Names of the calls that groups wait with, of any engine: what cuts say of them stays."""
+        return {call.call for group in self._waiting.values() for call in group.calls}
 
-    def _release(self, group: str) -> None:
-        del self._waiting[group]
-        if self._found_before:
-            self._found_before.pop(group, None)
+    def _release(self, name: str) -> None:
+        """A group is dropped, or another one comes in its place."""
+        group = self._waiting.pop(name)
+        if not group.restored:
+            for call in group.calls:
+                self._refits(call.engine).left(call)
+        self._found_before.pop(name, None)
 
     def _find(self, name: str, detail: str) -> None:
         """Count a violation, unless lines that were lost just before may explain it."""

@@ -8,11 +8,11 @@ the trace skips belong to refits whose lines are lost; they are open too.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, KeysView
+from collections.abc import Callable, Iterator, Set
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import chain
 
-from rl_staleness.events import LARGEST, RefitAborted, RefitCut, RefitDone
+from rl_staleness.events import LARGEST, Call, RefitAborted, RefitCut, RefitDone
 from rl_staleness.listings import Listings
 
 __all__ = ["Finding", "Refit", "Refits"]
@@ -82,12 +82,12 @@ class Refits:
     """The last refit at which something could be forgotten."""
     calls: Listings = field(init=False)
     """Where its cuts list which call."""
-    waiting: InitVar[KeysView[str] | None] = None
-    """Names of the groups that are published and may still be trained."""
+    waiting: InitVar[Callable[[], Set[str]]] = frozenset
+    """Names the calls of the groups that are published and may still be trained."""
 
-    def __post_init__(self, waiting: KeysView[str] | None) -> None:
+    def __post_init__(self, waiting: Callable[[], Set[str]]) -> None:
         self.last = max(self.last, self.base)
-        self.calls = Listings(dict[str, object]().keys() if waiting is None else waiting)
+        self.calls = Listings(waiting)
 
     @property
     def size(self) -> int:
@@ -136,6 +136,12 @@ class Refits:
         if was_done:
             return [("refit_done_and_aborted", f"refit {refit.number} was done before")]
         return []
+
+    def left(self, call: Call) -> None:
+        """A group with this call was trained or dropped: keep what cuts say of it for a while."""
+        # One that no refit touched is listed where it was counted in its own first pause.
+        if call.after is None or call.after != call.until or call.call in self.calls.listed:
+            self.calls.left(call.call, self.last)
 
     # What is known.
 

@@ -172,7 +172,9 @@ def test_size_counts_what_is_held() -> None:
     take(made, done(1, 1))
     assert made.size == 3  # the version
     take(made, published("g", call("d", 0, 10, after=0)))
-    assert made.size == 5  # the group, and its call
+    assert made.size == 4  # the group
+    take(made, trained(0, 1, "g"))
+    assert made.size == 4  # its call
 
 
 @pytest.mark.parametrize(
@@ -187,10 +189,11 @@ def test_size_counts_what_is_held() -> None:
 )
 def test_calls_that_a_late_cut_may_list_are_held(fields: Event, held: int) -> None:
     """Others take no room, nor do those of a group of before."""
-    made = ledger(started(1), published("g", call("c", 1, 10, **fields)))
-    assert made.size == 1 + held
-    restored = ledger(started(1), published("g", call("c", 1, 10, **fields), restored=True))
-    assert restored.size == 1
+    for leaves in (trained(0, 1, "g"), dropped("g")):
+        made = ledger(started(1), published("g", call("c", 1, 10, **fields)), leaves)
+        assert made.size == held
+        before = published("g", call("c", 1, 10, **fields), restored=True)
+        assert ledger(started(1), before, leaves).size == 0
 
 
 def test_calls_of_a_group_that_was_dropped_unpublished_are_no_orphans() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rl_staleness.listings import Listings
+from rl_staleness.listings import AT_A_TIME, Listings
 
 
 def test_cuts_that_list_a_call() -> None:
     """In the order of the refits, whatever order the cuts came in; a repeated one replaces."""
-    listings = Listings({"g": 1}.keys())
+    listings = Listings(frozenset)
     listings.take(2, {"c": 20, "d": 5})
     listings.take(4, {"c": 40})
     listings.take(3, {"c": 30})
@@ -20,12 +20,12 @@ def test_cuts_that_list_a_call() -> None:
     assert listings.size == 2
     assert listings.oldest(9) == 2
     assert listings.oldest(1) == 1
-    assert Listings({"g": 1}.keys()).oldest(9) == 9
+    assert Listings(frozenset).oldest(9) == 9
 
 
 def test_counts_that_rise() -> None:
     """What is summed up without a look at each call has a token at its first cut, then more."""
-    listings = Listings({"g": 1}.keys())
+    listings = Listings(frozenset)
     listings.take(1, {"c": 10, "d": 0})
     assert (listings.listed["c"].rising, listings.listed["d"].rising) == (True, False)
     listings.take(3, {"c": 30})
@@ -43,11 +43,11 @@ def test_counts_that_rise() -> None:
 
 
 def test_void_cuts() -> None:
-    """A call that no other cut lists goes, unless a group has it: then a late cut may list it."""
-    listings = Listings({"g": 1}.keys())
+    """A call that no other cut lists goes, unless a group had it: then a late cut may list it."""
+    listings = Listings(frozenset)
     listings.take(1, {"c": 1, "d": 2, "f": 3})
     listings.take(2, {"d": 4})
-    listings.need("f", ("g",), 2)
+    listings.left("f", 2)
     listings.void(1)
     assert listings.counts("c") == {}
     assert listings.counts("d") == {2: 4}
@@ -55,13 +55,25 @@ def test_void_cuts() -> None:
     assert listings.size == 2
     listings.take(3, {"f": 9})
     assert listings.counts("f") == {3: 9}
-    assert listings.listed["f"].groups == ("g",)
+    assert listings.listed["f"].published
     assert listings.size == 2
+
+
+def test_void_cut_makes_no_call_older() -> None:
+    """It was heard of at that refit all the same, and goes when that is long ago."""
+    listings = Listings(frozenset)
+    listings.take(1, {"c": 1})
+    listings.take(4, {"c": 4})
+    listings.void(4)
+    assert listings.forget(3, 5) == []
+    assert listings.counts("c") == {1: 1}
+    assert listings.forget(4, 5) == [(1,)]
+    assert listings.size == 0
 
 
 def test_what_is_touched_last_is_forgotten_last() -> None:
     """Calls go in the order in which cuts spoke of them last; those without a group are said."""
-    listings = Listings({"g": 1}.keys())
+    listings = Listings(frozenset)
     listings.take(1, {"c": 1, "d": 2})
     listings.take(2, {"d": 3})
     assert listings.forget(0, 2) == []
@@ -73,7 +85,7 @@ def test_what_is_touched_last_is_forgotten_last() -> None:
 
 def test_a_late_cut_does_not_make_a_call_older() -> None:
     """What was listed at 5 stays for as long as that says, whatever comes of 3."""
-    listings = Listings({"g": 1}.keys())
+    listings = Listings(frozenset)
     listings.take(5, {"c": 1})
     listings.take(3, {"c": 0})
     assert listings.forget(3, 5) == []
@@ -81,33 +93,62 @@ def test_a_late_cut_does_not_make_a_call_older() -> None:
     assert listings.forget(5, 5) == [(3, 5)]
 
 
-def test_calls_stay_while_one_of_their_groups_waits() -> None:
+def test_calls_stay_while_a_group_waits_with_them() -> None:
     """And for as long after that as after a cut; then they are no orphans."""
-    waiting = {"g": 1, "h": 1}
-    listings = Listings(waiting.keys())
-    listings.take(1, {"c": 1})
-    listings.need("c", ("g",), 1)
-    listings.need("c", ("h",), 2)
-    assert listings.listed["c"].groups == ("g", "h")
-    listings.need("c", ("h",), 2)
-    assert listings.listed["c"].groups == ("g", "h")
-    listings.need("d", ("g",), 2)
+    waiting = {"c"}
+    listings = Listings(lambda: waiting)
+    listings.take(1, {"c": 1, "d": 1})
+    assert listings.forget(1, 5) == [(1,)]
+    assert list(listings.listed) == ["c"]
+    listings.left("c", 6)  # another group with it waits
+    listings.left("e", 6)  # which a cut that comes late may list
     assert listings.size == 2
-    assert listings.forget(2, 6) == []
-    assert listings.size == 2
-    del waiting["g"]
-    listings.need("c", ("i",), 6)
-    assert listings.listed["c"].groups == ("h", "i")
+    assert listings.forget(6, 6 + AT_A_TIME) == []
+    assert list(listings.listed) == ["c"]
+    assert listings.size == 1
     waiting.clear()
-    assert listings.forget(5, 9) == []
-    assert listings.size == 2
-    assert listings.forget(6, 9) == []
+    assert listings.forget(5 + AT_A_TIME, 6 + AT_A_TIME) == []
+    assert listings.size == 1
+    assert listings.forget(6 + AT_A_TIME, 6 + 2 * AT_A_TIME) == []
     assert listings.size == 0
+
+
+def test_published_calls_go_a_few_refits_at_a_time() -> None:
+    """What waits is asked for once in a while, and not at each refit; what was heard of since
+    stays.
+    """
+    asked: list[int] = []
+
+    def waiting() -> set[str]:
+        asked.append(1)
+        return set()
+
+    listings = Listings(waiting)
+    for refit in range(1, 2 * AT_A_TIME + 1):
+        listings.take(refit, {f"c{refit}": 1})
+        listings.left(f"c{refit}", refit)
+        assert listings.forget(refit - 1, refit) == []
+    assert (len(asked), list(listings.listed)) == (2, ["c16"])
+    listings.take(17, {"d": 1})
+    listings.left("d", 17)
+    assert listings.forget(17, 17) == []
+    listings.take(18, {"d": 2})
+    assert listings.forget(17, 30) == []
+    assert (len(asked), listings.counts("d")) == (3, {17: 1, 18: 2})
+    assert listings.size == 1
+
+
+def test_orphan_of_a_repeated_cut_is_one() -> None:
+    """The cut named it twice."""
+    listings = Listings(frozenset)
+    listings.take(1, {"c": 1})
+    listings.take(1, {"c": 2})
+    assert listings.forget(1, 2) == [(1,)]
 
 
 def test_repeated_listing_at_the_last_refit() -> None:
     """The second count replaces the first, and the refit is there once."""
-    listings = Listings({"g": 1}.keys())
+    listings = Listings(frozenset)
     listings.take(2, {"c": 20})
     listings.take(4, {"c": 40})
     listings.take(4, {"c": 41})
@@ -118,30 +159,25 @@ def test_repeated_listing_at_the_last_refit() -> None:
 
 def test_void_cut_leaves_what_others_list() -> None:
     """A call that it did not list stays as it is."""
-    listings = Listings({"g": 1}.keys())
+    listings = Listings(frozenset)
     listings.take(1, {"c": 1})
     listings.take(2, {"d": 2})
     listings.void(1)
     assert (listings.counts("c"), listings.counts("d")) == ({}, {2: 2})
 
 
-def test_unlisted_call_of_two_groups() -> None:
-    """It stays while either waits; a call that is touched at once may be forgotten at once."""
-    waiting = {"g": 1, "h": 1}
-    listings = Listings(waiting.keys())
-    listings.need("d", ("g",), 3)
-    listings.need("d", ("h",), 3)
-    del waiting["h"]
-    assert (listings.forget(3, 4), listings.size) == ([], 1)
+def test_unlisted_call() -> None:
+    """A call that is touched at once may be forgotten at once."""
     for last in (0, 1):
-        alone = Listings(dict[str, int]().keys())
-        alone.need("d", ("g",), last)
-        assert (alone.forget(last, last + 1), alone.size) == ([], 0)
+        listings = Listings(frozenset)
+        listings.left("d", last)
+        assert listings.size == 1
+        assert (listings.forget(last, last + AT_A_TIME), listings.size) == ([], 0)
 
 
 def test_what_was_touched_again_hides_nothing_behind_it() -> None:
     """The first of a refit's calls was listed later too; the second was not."""
-    listings = Listings({"g": 1}.keys())
+    listings = Listings(frozenset)
     listings.take(1, {"c": 1, "d": 2})
     listings.take(2, {"c": 3})
     assert listings.forget(1, 2) == [(1,)]
