@@ -164,7 +164,10 @@ class GroupPublished(_Line, frozen=True, tag="group_published"):
     """Numbers that a reader may want, never text; `rl_staleness.lens` says which it reads."""
 
     def __post_init__(self) -> None:
-        _check_calls(self.calls)
+        for call in self.calls:  # nearly always there is nothing to check, and they are many
+            if call.spans is not None or call.trained is not None:
+                _check_calls(self.calls)
+                break
 
 
 class GroupDropped(_Line, frozen=True, tag="group_dropped"):
@@ -176,7 +179,10 @@ class GroupDropped(_Line, frozen=True, tag="group_dropped"):
     calls: tuple[Call, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_calls(self.calls)
+        for call in self.calls:  # nearly always there is nothing to check, and they are many
+            if call.spans is not None or call.trained is not None:
+                _check_calls(self.calls)
+                break
 
 
 class StepTrained(_Line, frozen=True, tag="step_trained"):
@@ -299,11 +305,6 @@ def _short(message: str) -> str:
 
 
 def _check_calls(calls: tuple[Call, ...]) -> None:
-    for call in calls:
-        if call.spans is not None or call.trained is not None:
-            break
-    else:
-        return  # as nearly always: they are many
     for number, call in enumerate(calls):
         for span in call.spans or ():
             if span[0] > span[1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import sub
 
 import msgspec
@@ -51,8 +51,9 @@ class _Path:
 
     def drain(self) -> Iterator[tuple[_Versions, int]]:
         """Tokens by versions, of the calls since the last time."""
-        places = [listing.places for listing in self.listings]
-        reached = [0, *map(sum, zip(*places, strict=True)), self.tokens]
+        counts = range(len(self.versions) - 1 if self.listings else 0)
+        sums = [sum([listing.places[n] for listing in self.listings]) for n in counts]
+        reached = [0, *sums, self.tokens]
         yield from zip(self.versions, map(sub, reached[1:], reached), strict=False)
         self.tokens = 0
         self.added += self.listings
@@ -131,69 +132,84 @@ class StepTokens:
         self._sums: dict[int, int] = {}
         self._at = -1
 
-    def add(self, group: GroupPublished, masks: Mapping[str, Mask] | None, at: int) -> None:
-        """Add a group's trained tokens.
+    def add(
+        self, groups: Iterable[GroupPublished], masks: Mapping[str, Mapping[str, Mask]], at: int
+    ) -> None:
+        """Add the trained tokens of the groups of one update.
 
         Args:
-            masks: loss masks by call that became known at the step; other calls keep theirs.
-            at: version of the update that consumes the group.
+            masks: loss masks by group and call that became known at the step; other calls keep
+                theirs.
+            at: version of that update.
         """
-        if at != self._at:
-            self.settle()
-            self._at = at
-        total, newest = self._add_summed(group) if group.tokens else (0, -1)
-        plain, kind = masks is None and not group.restored, self._kind
-        for call in group.calls:
-            stop, spans, path = call.tokens, call.spans, None
-            if plain and call.trained is None:
-                if (
-                    kind is None
-                    or call.version != kind.version
-                    or call.after != kind.after
-                    or call.until != kind.until
-                    or call.engine != kind.engine
-                ):
-                    kind = self._kind_of(call)
-                listing, path = kind.listed.get(call.call), kind.unlisted
-                if path is None:
-                    pass
-                elif listing is None:
-                    if spans is not None and spans != path.says((), stop):
-                        path = None
-                    elif kind.crosses:
-                        self._alone.append(call)
-                else:
-                    refits, places = listing.refits, listing.places
-                    path = kind.paths.get(refits) or self._path(kind, refits, call)
+        self._at, sums, kind = at, self._sums, self._kind
+        for group in groups:
+            late = masks.get(group.group) if masks else None
+            total, newest = 0, -1
+            summed = self._summed_before(group) if group.restored else group.tokens
+            for version, count in summed.items():
+                total += count
+                sums[version] = sums.get(version, 0) + count
+                if count and version > newest:
+                    newest = version
+            plain = late is None and not group.restored
+            for call in group.calls:
+                stop, spans, path = call.tokens, call.spans, None
+                if plain and call.trained is None:
                     if (
-                        path is None
-                        or not listing.rising
-                        or places[-1] >= stop
-                        or (spans is not None and spans != path.says(places, stop))
+                        kind is None
+                        or call.version != kind.version
+                        or call.after != kind.after
+                        or call.until != kind.until
+                        or call.engine != kind.engine
                     ):
-                        path = None
+                        kind = self._kind_of(call)
+                    listing, path = kind.listed.get(call.call), kind.unlisted
+                    if path is None:
+                        pass
+                    elif listing is None:
+                        if spans is not None and spans != path.says((), stop):
+                            path = None
+                        elif kind.crosses:
+                            self._alone.append(call)
                     else:
-                        path.listings.append(listing)
-            if path is None:
-                stop, version = self._add_odd(call, group, masks)
-            else:
-                path.tokens += stop
-                version = path.newest if stop else -1
-            total += stop
-            if version > newest:
-                newest = version
-        self.arrived += newest * total
-        if group.unknown:
-            self.unknown[at] += group.unknown
-        if newest > at:
-            self._find_negative(group, masks, at)
-        if masks:
-            for name in sorted(masks.keys() - {call.call for call in group.calls}):
-                detail = "it was not published one by one"
-                self._find(group.group, name, "mask_of_unknown_call", detail)
+                        refits, places = listing.refits, listing.places
+                        path = kind.paths.get(refits) or self._path(kind, refits, call)
+                        if (
+                            path is None
+                            or not listing.rising
+                            or places[-1] >= stop
+                            or (spans is not None and spans != path.says(places, stop))
+                        ):
+                            path = None
+                        else:
+                            path.listings.append(listing)
+                if path is None:
+                    stop, version = self._add_odd(call, group, late)
+                else:
+                    path.tokens += stop
+                    version = path.newest if stop else -1
+                total += stop
+                if version > newest:
+                    newest = version
+            self.arrived += newest * total
+            if group.unknown or late or newest > at:
+                self._look_at(group, late, newest)
+        self._settle()
 
-    def settle(self) -> None:
-        """Bring what was summed up by kind into the tally; it is complete after this."""
+    def _look_at(
+        self, group: GroupPublished, masks: Mapping[str, Mask] | None, newest: int
+    ) -> None:
+        """What few groups have: unknown tokens, masks that came late, what is too young."""
+        self.unknown[self._at] += group.unknown or 0
+        if newest > self._at:
+            self._find_negative(group, masks)
+        for name in sorted((masks or {}).keys() - {call.call for call in group.calls}):
+            detail = "it was not published one by one"
+            self._find(group.group, name, "mask_of_unknown_call", detail)
+
+    def _settle(self) -> None:
+        """Bring what was summed up by kind into the tally."""
         tally: list[tuple[_Versions, int]] = [((v, v), n) for v, n in self._sums.items()]
         for kind in self._kinds.values():
             for path in filter(None, (kind.unlisted, *kind.paths.values())):
@@ -220,19 +236,14 @@ class StepTokens:
         refits = self._refits(call.engine)
         return spans_of(call, refits, now=self._now, lost=self._lost(call.engine))
 
-    def _add_summed(self, group: GroupPublished) -> tuple[int, int]:
-        """Add the calls that no refit touched; their tokens, and the newest version of them."""
-        sums, total, newest = self._sums, 0, -1
+    def _summed_before(self, group: GroupPublished) -> dict[int, int]:
+        """Tokens by version of a restored group's calls that no refit touched."""
         for version, count in group.tokens.items():
-            if count and group.restored and version > self._limit:
+            if version > self._limit and count:
                 detail = f"version {version}, but the run went on from {self._limit}"
                 self._find(group.group, "", "beyond_resume", detail)
                 self.unknown[self._at] += count
-            elif count:
-                total += count
-                sums[version] = sums.get(version, 0) + count
-                newest = version if version > newest else newest
-        return total, newest
+        return {version: n for version, n in group.tokens.items() if version <= self._limit}
 
     def _add_odd(
         self, call: Call, group: GroupPublished, masks: Mapping[str, Mask] | None
@@ -299,11 +310,9 @@ class StepTokens:
         self.spanning_calls += len({segment[2] for segment in segments} - {NEVER}) > 1
         return segments
 
-    def _find_negative(
-        self, group: GroupPublished, masks: Mapping[str, Mask] | None, at: int
-    ) -> None:
+    def _find_negative(self, group: GroupPublished, masks: Mapping[str, Mask] | None) -> None:
         """Name what is younger than the update that consumed it."""
-        spanning = self.spanning_calls
+        spanning, at = self.spanning_calls, self._at
         for version, count in group.tokens.items():
             if count and version > at and not (group.restored and version > self._limit):
                 self._find(group.group, "", "negative_age", f"version {version}, trained at {at}")

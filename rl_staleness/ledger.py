@@ -256,11 +256,13 @@ class Ledger:
         tokens = self._consumed(event, find=self._find_once)
         numbers = self._numbers(event, tokens)
         tokens.leave()
-        kept = set(event.kept or ())
+        waiting, kept = self._waiting, set(event.kept or ())
         for batch in event.consumed:
-            for name in batch:
-                if name not in kept and self._waiting.pop(name, None) is not None:
-                    self._found_before.pop(name, None)
+            for name in batch if not kept else [name for name in batch if name not in kept]:
+                waiting.pop(name, None)
+        if self._found_before:
+            found = self._found_before
+            self._found_before = {name: found[name] for name in found if name in waiting}
         self.version, self.step = event.version + event.num_updates, event.step + 1
         self._violations = self._dropped_tokens = 0
         self._refit_seconds = 0.0
@@ -285,13 +287,10 @@ class Ledger:
         tokens = self._tokens(event.version, find)
         waiting, missing = self._waiting, tokens.missing
         for at, batch in enumerate(event.consumed, start=event.version):
-            for name in batch:
-                group = waiting.get(name)
-                if group is None:
-                    missing[name] = None
-                else:
-                    tokens.add(group, masks.get(name), at)
-        tokens.settle()
+            groups = list(map(waiting.get, batch))
+            if not all(groups):
+                missing.update((name, None) for name in batch if name not in waiting)
+            tokens.add(filter(None, groups), masks, at)
         for name in missing:
             find(name, "", "unknown_group", "not published, or used up")
         return tokens

@@ -6,7 +6,7 @@ Nothing of a call is kept longer than it runs or waits, and for ``orphan_after``
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from operator import lt
 
 import msgspec
@@ -30,10 +30,8 @@ class Listing(msgspec.Struct, gc=False):
     """Its tokens at each of them."""
     rising: bool = True
     """It had a token at the first of them, and more at each of the others."""
-    published: bool = False
-    """A group with it was trained or dropped; while one waits, that group says so."""
     since: int = -1
-    """The refit after which that was, or from which on it is to be kept for other reasons."""
+    """The refit after which a group with it left, or after which it is kept for other reasons."""
 
     @property
     def counts(self) -> Counts:
@@ -59,11 +57,13 @@ class Listings:
         self.listed: dict[str, Listing] = {}
         self._unlisted: dict[str, Listing] = {}
         """Calls whose groups left before any cut listed them."""
-        self._touched: defaultdict[int, list[str]] = defaultdict(list)
-        """Calls by the refit at which they were touched; each is in the list of its last too."""
-        self._over: list[str] = []
-        """Published ones that nobody touched for long; they go a few refits at a time."""
-        self._cleared = 0
+        self._unclaimed: set[str] = set()
+        """Listed calls that no group has left with so far."""
+        self._listed_at: defaultdict[int, list[str]] = defaultdict(list)
+        """Calls by the refit whose cut lists them."""
+        self._left_at: defaultdict[int, list[Listing]] = defaultdict(list)
+        """Calls by the refit after which a group with them left."""
+        self._tidied = 0
         self._waiting = waiting
 
     @property
@@ -82,13 +82,15 @@ class Listings:
 
     def take(self, refit: int, calls: dict[str, int]) -> None:
         """A cut lists these calls."""
-        listed, unlisted, alone = self.listed, self._unlisted, (refit,)
-        self._touched[refit] += calls
+        listed, unlisted, unclaimed = self.listed, self._unlisted, self._unclaimed
+        alone = (refit,)
+        self._listed_at[refit] += calls
         for call, count in calls.items():
             listing = listed.get(call)
             if listing is None:
                 if call not in unlisted:
                     listed[call] = Listing(call, alone, (count,), count > 0)
+                    unclaimed.add(call)
                     continue
                 listing = listed[call] = unlisted.pop(call)  # this cut came late
             refits = listing.refits
@@ -104,14 +106,17 @@ class Listings:
     def void(self, refit: int) -> None:
         """The cut of this refit counts no more."""
         for call in [call for call, listing in self.listed.items() if refit in listing.refits]:
-            listing = self.listed[call]
+            listing, is_unclaimed = self.listed[call], call in self._unclaimed
             counts = listing.counts
             del counts[refit]
-            listing.since = listing.touched
+            if is_unclaimed:
+                listing.since = listing.touched
             _note(listing, counts)
             if not counts:
                 del self.listed[call]
-                if listing.published:
+                if is_unclaimed:
+                    self._unclaimed.remove(call)
+                else:
                     self._unlisted[call] = listing
 
     def left(self, call: str, last: int) -> None:
@@ -121,61 +126,59 @@ class Listings:
         listing = self.listed.get(call) or self._unlisted.get(call)
         if listing is None:
             listing = self._unlisted[call] = Listing(call)
-        self.left_listed((listing,), last)
+        self.left_listed([listing], last)
 
-    def left_listed(self, listings: Iterable[Listing], last: int) -> None:
+    def left_listed(self, listings: list[Listing], last: int) -> None:
         """The same of calls whose listings are at hand."""
-        touched = self._touched[last]
+        self._unclaimed.difference_update([listing.call for listing in listings])
+        self._left_at[last] += listings
         for listing in listings:
-            listing.published = True
-            if listing.since != last:
-                listing.since = last
-                touched.append(listing.call)
+            listing.since = last
 
     def forget(self, oldest: int, last: int) -> list[tuple[int, ...]]:
-        """Forget the calls that were touched last at refit ``oldest`` or before, but for those of
-        waiting groups. A published one may stay a little longer.
+        """Forget the calls of which nothing was heard after refit ``oldest``, but for those of
+        waiting groups. Published ones go a few refits at a time.
 
         Returns:
             The refits whose cuts listed each call that no group ever published.
         """
-        alone: list[Listing] = []
-        for number in [number for number in self._touched if number <= oldest]:
-            for call in self._touched.pop(number):
-                listing = self.listed.get(call) or self._unlisted.get(call)
-                if listing is None or listing.touched != number:
-                    continue
-                if listing.published:
-                    self._over.append(call)
-                else:
-                    alone.append(listing)
-        orphans = self._drop(alone, last)
-        if self._over and last - self._cleared >= AT_A_TIME:
-            self._cleared = last
-            over = (self.listed.get(call) or self._unlisted.get(call) for call in self._over)
-            still = [each for each in over if each is not None and each.touched <= oldest]
-            self._over = []
-            self._drop(still, last)
+        alone: dict[str, Listing] = {}
+        for number in [number for number in self._listed_at if number <= oldest]:
+            for call in self._unclaimed.intersection(self._listed_at.pop(number)):
+                if self.listed[call].touched == number:
+                    alone[call] = self.listed[call]
+        orphans: list[tuple[int, ...]] = []
+        waiting = self._waiting() if alone else frozenset[str]()
+        for call, listing in alone.items():
+            if call in waiting:
+                listing.since = last
+                self._listed_at[last].append(call)
+            else:
+                orphans.append(listing.refits)
+                self._unclaimed.remove(call)
+                del self.listed[call]
+        if last - self._tidied >= AT_A_TIME:
+            self._tidied = last
+            self._forget_published(oldest, last)
         return orphans
 
-    def _drop(self, listings: list[Listing], last: int) -> list[tuple[int, ...]]:
-        """Forget those that no waiting group has; return the refits that listed them."""
-        if not listings:
-            return []
-        waiting = self._waiting()
-        dropped: list[tuple[int, ...]] = []
-        for listing in listings:
-            if listing.call in waiting:
-                self._touch(listing, last)
-                continue
-            held = self.listed if listing.refits else self._unlisted
-            if held.pop(listing.call, None) is not None:  # a repeated cut names it twice
-                dropped.append(listing.refits)
-        return dropped
-
-    def _touch(self, listing: Listing, last: int) -> None:
-        listing.since = last
-        self._touched[last].append(listing.call)
+    def _forget_published(self, oldest: int, last: int) -> None:
+        numbers = [number for number in self._left_at if number <= oldest]
+        waiting = self._waiting() if numbers else frozenset[str]()
+        for number in numbers:
+            for listing in self._left_at.pop(number):
+                refits = listing.refits
+                if listing.since != number:
+                    continue  # it has left again
+                if listing.call in waiting:
+                    listing.since = last
+                elif refits and refits[-1] > oldest:
+                    listing.since = refits[-1]
+                else:
+                    listing.since = -1  # it may stand here twice
+                    del (self.listed if refits else self._unlisted)[listing.call]
+                    continue
+                self._left_at[listing.since].append(listing)
 
 
 def _note(listing: Listing, counts: Counts) -> None:

@@ -14,7 +14,6 @@ import fcntl
 import gzip
 import io
 import logging
-import math
 import os
 import weakref
 import zlib
@@ -72,13 +71,11 @@ def numbered_events(
     """
     number = 0
     with _opened(path) as file:
-        left = _most_bytes(path)
         lines = iter(partial(file.readline, LONGEST_LINE), b"")
+        if os.fspath(path).endswith(".gz"):
+            lines = _sane(lines, path)
         try:
             for number, line in enumerate(lines, start=1):
-                left -= len(line)
-                if left < 0:
-                    raise TraceError(f"{path}:{number}: line: {_TOO_LARGE}")
                 if len(line) >= LONGEST_LINE and not line.endswith(b"\n"):
                     raise TraceError(f"{path}:{number}: line: longer than {LONGEST_LINE} bytes")
                 try:
@@ -258,11 +255,14 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
     return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)
 
 
-def _most_bytes(path: str | os.PathLike[str]) -> float:
-    """What may be read of a file."""
-    if not os.fspath(path).endswith(".gz"):
-        return math.inf
-    return max(LONGEST_LINE, MOST_UNPACKED * os.stat(path).st_size)
+def _sane(lines: Iterator[bytes], path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The lines of a packed trace, as far as a real one could hold them."""
+    left = max(LONGEST_LINE, MOST_UNPACKED * os.stat(path).st_size)
+    for number, line in enumerate(lines, start=1):
+        left -= len(line)
+        if left < 0:
+            raise TraceError(f"{path}:{number}: line: {_TOO_LARGE}")
+        yield line
 
 
 def _log_torn(path: str | os.PathLike[str], number: int, size: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from rl_staleness.listings import AT_A_TIME, Listings
 
 
@@ -55,8 +58,8 @@ def test_void_cuts() -> None:
     assert listings.size == 2
     listings.take(3, {"f": 9})
     assert listings.counts("f") == {3: 9}
-    assert listings.listed["f"].published
     assert listings.size == 2
+    assert listings.forget(3, 4) == [(2,)]  # and f is no orphan
 
 
 def test_void_cut_makes_no_call_older() -> None:
@@ -181,3 +184,56 @@ def test_what_was_touched_again_hides_nothing_behind_it() -> None:
     listings.take(1, {"c": 1, "d": 2})
     listings.take(2, {"c": 3})
     assert listings.forget(1, 2) == [(1,)]
+
+
+CALLS = "abcde"
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("take"), st.integers(1, 3), st.sets(st.sampled_from(CALLS))),
+    st.tuples(st.just("void"), st.integers(1, 3), st.just(frozenset[str]())),
+    st.tuples(st.just("left"), st.just(0), st.sets(st.sampled_from(CALLS))),
+    st.tuples(st.just("wait"), st.just(0), st.sets(st.sampled_from(CALLS))),
+    st.tuples(st.just("refits"), st.integers(0, 5), st.just(frozenset[str]())),
+)
+
+
+@given(st.lists(OPERATIONS, max_size=30), st.integers(0, 3))
+def test_everything_is_forgotten_once(
+    operations: list[tuple[str, int, frozenset[str]]], orphan_after: int
+) -> None:
+    """Whatever came late, was void, repeated or left twice: what a group waits with stays, nothing
+    else does for long, and each listed call that no group had is an orphan once.
+    """
+    waiting: frozenset[str] = frozenset()
+    listings, last = Listings(lambda: waiting), 3
+    claimed: set[str] = set()
+    for what, number, calls in operations:
+        if what == "take":
+            listings.void(last - number + 1)
+            listings.take(last - number + 1, dict.fromkeys(sorted(calls), 1))
+        elif what == "void":
+            listings.void(last - number + 1)
+        elif what == "left":
+            claimed |= calls
+            for call in sorted(calls):
+                listings.left(call, last)
+        elif what == "wait":
+            waiting = calls
+        last += number if what == "refits" else 0
+        alone = {name: each.refits for name, each in listings.listed.items()}
+        orphans = listings.forget(last - orphan_after, last)
+        gone = alone.keys() - listings.listed.keys()
+        assert not gone & waiting
+        assert sorted(orphans) == sorted(alone[name] for name in gone - claimed)
+        claimed &= listings.listed.keys() | listings._unlisted.keys()
+    kept = {name for name in (*listings.listed, *listings._unlisted) if name in waiting}
+    for _ in range(3):
+        last += 100
+        listings.forget(last - orphan_after, last)
+    assert {*listings.listed, *listings._unlisted} == kept
+    assert listings.size == len(kept)
+    waiting = frozenset()
+    for _ in range(3):
+        last += 100
+        listings.forget(last - orphan_after, last)
+    assert (listings.size, len(listings._unclaimed)) == (0, 0)
