@@ -51,7 +51,7 @@ class _Path:
 
     def drain(self) -> Iterator[tuple[_Versions, int]]:
         """Tokens by versions, of the calls since the last time."""
-        counts = range(len(self.versions) - 1 if self.listings else 0)
+        counts = range(len(self.versions) - 1)
         sums = [sum([listing.places[n] for listing in self.listings]) for n in counts]
         reached = [0, *sums, self.tokens]
         yield from zip(self.versions, map(sub, reached[1:], reached), strict=False)

@@ -40,9 +40,8 @@ class Listing(msgspec.Struct, gc=False):
 
     @property
     def touched(self) -> int:
-        """The refit at which anything was heard of it last."""
-        refits = self.refits
-        return refits[-1] if refits and refits[-1] > self.since else self.since
+        """The refit at which anything was heard of it last, if a cut lists it."""
+        return max(self.refits[-1], self.since)
 
 
 class Listings:

@@ -205,6 +205,34 @@ def test_calls_of_a_group_that_was_dropped_unpublished_are_no_orphans() -> None:
     assert ledger(*start, waiting, dropped("g", calls=[call("c", 0, 9)]), *later).orphans == 1
 
 
+def test_trained_calls_are_no_orphans() -> None:
+    """Nor those that a cut lists at two refits, of two updates; and cuts still say of others who
+    had ended.
+    """
+    made = ledger(
+        started(9, start=0, about={"orphan_after": 2}),
+        published("waits", call("x", 0, 30, after=0)),
+        cut(1, 1, c=4, d=4),
+        done(1, 1),
+        cut(2, 2, d=8),
+        done(2, 2),
+        published("g", call("c", 0, 9, after=0, until=1)),
+        published("h", call("d", 0, 9, after=0, until=2)),
+        trained(0, 9, batches=[["g"], ["h"]]),
+        *(line for n in range(3, 30) for line in (cut(n, n), done(n, n))),
+    )
+    assert made.orphans == 0
+    assert made.spans(Call(call="x", engine="e", version=0, tokens=30, after=0)) == [(0, 30, 0, 0)]
+
+
+def test_a_version_without_tokens_is_not_the_newest() -> None:
+    """What a group gained in flight ends at the newest version that a token of it has."""
+    made = ledger(started(9), published("g", tokens={"1": 10, "2": 0}))
+    step = made.apply(decode(json.dumps(trained(0, 3, "g")).encode()))
+    assert step is not None
+    assert (step.batch_age, step.age_in_flight, step.age_in_queue) == (2, 0, 2)
+
+
 # The start of an incarnation.
 
 

@@ -141,6 +141,15 @@ def test_published_calls_go_a_few_refits_at_a_time() -> None:
     assert listings.size == 1
 
 
+def test_what_left_lately_stays_though_it_was_listed_long_ago() -> None:
+    """It counts when anything was heard of a call last."""
+    listings = Listings(frozenset)
+    listings.take(1, {"c": 1})
+    listings.left("c", 20)
+    assert (listings.forget(19, 40), listings.size) == ([], 1)
+    assert (listings.forget(20, 50), listings.size) == ([], 0)
+
+
 def test_orphan_of_a_repeated_cut_is_one() -> None:
     """The cut named it twice."""
     listings = Listings(frozenset)

@@ -31,6 +31,8 @@ from rl_staleness import StalenessCallback, captured  # noqa: E402
 from rl_staleness.integrations.vllm import VllmEngine  # noqa: E402
 
 NUM_CALLS, GROUP = 256, 8
+IN_A_ROW = 40
+"""Refits a pause."""
 
 
 class Elsewhere:
@@ -178,9 +180,10 @@ class Load:
 async def refits(llm: Any, engine: VllmEngine, follower: Elsewhere | Here, number: int) -> None:
     """Milliseconds of the loop a refit: what the hooks do, and the marker, and the answers.
 
-    Two refits a pause: the first finds everything in memory only, the second in the caches.
+    Several refits a pause: the first finds everything in memory only, where the engine's steps have
+    left it, the last ones in the caches.
     """
-    spent: list[list[float]] = [[], []]
+    spent: list[list[float]] = [[] for _ in range(IN_A_ROW)]
     sent: list[float] = []
     running: list[int] = []
     meter = Meter(engine)
@@ -189,18 +192,20 @@ async def refits(llm: Any, engine: VllmEngine, follower: Elsewhere | Here, numbe
             await asyncio.sleep(0.2)
             await llm.pause_generation(mode="keep", clear_cache=False)
             running.append(len(engine._running))
-            for again in range(2):
+            for times in spent:
                 meter.seconds = meter.sending = 0.0
                 meter.timed(follower.refit)()
-                await asyncio.sleep(0.05)  # the marker is reached, the engine has answered
-                spent[again].append(1e3 * (meter.seconds - meter.sending))
+                for _ in range(20):
+                    await asyncio.sleep(0)  # the marker is reached
+                times.append(1e3 * (meter.seconds - meter.sending))
                 sent.append(1e3 * meter.sending)
+            await asyncio.sleep(0.05)  # the engine has answered
             await llm.resume_generation()
-    first, again = (statistics.median(times) for times in spent)
+    first, last = statistics.median(spent[0]), statistics.median(spent[-1])
     print(
-        f"  a refit with {statistics.mean(running):.0f} running calls: {first:.3f} ms, another one"
-        f" at once {again:.3f} ms (medians of {number}); and {statistics.median(sent):.3f} ms in"
-        " which vLLM sends the label"
+        f"  a refit with {statistics.mean(running):.0f} running calls: {last:.3f} ms; the first one"
+        f" after the engine ran, with cold caches, {first:.3f} ms (medians of {number} pauses);"
+        f" and {statistics.median(sent):.3f} ms in which vLLM sends the label"
     )
 
 
