@@ -6,8 +6,9 @@ It keeps what runs and waits now and the refits that may still be needed, and tu
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -53,6 +54,8 @@ class Ledger:
         """Violations that the last event showed, as (name, detail)."""
         self._engines: dict[str, Refits] = {}
         self._waiting: dict[str, GroupPublished] = {}
+        self._calls_waiting: dict[str, set[str]] | None = None
+        """Those of the waiting groups by engine; None: to be looked up when it is asked for."""
         self._found_before: dict[str, set[tuple[str, str]]] = {}
         self._refit_versions = Versions()
         self._last_refits: dict[str, int] = {}
@@ -202,6 +205,7 @@ class Ledger:
         self._newest = 0
         self.run, self.version, self.step = event, event.version, event.step
         self._engines, self._waiting, self._found_before = {}, {}, {}
+        self._calls_waiting = None
         self._refit_versions.forget_above(event.version)  # what a rolled back part led to
         for name, number in _refits_before(event).items():
             self._last_refits[name] = max(number, self._last_refits.get(name, 0))
@@ -233,6 +237,7 @@ class Ledger:
             self._find("published_again", f"group {event.group!r} is waiting already")
             self._release(event.group)
         self._waiting[event.group] = event
+        self._calls_waiting = None
         calls = event.calls
         if len(calls) > 1 and len(set(map(_CALL, calls))) < len(calls):
             names = Counter(call.call for call in calls)
@@ -257,6 +262,7 @@ class Ledger:
         numbers = self._numbers(event, tokens)
         tokens.leave()
         waiting, kept = self._waiting, set(event.kept or ())
+        self._calls_waiting = None
         for batch in event.consumed:
             for name in batch if not kept else [name for name in batch if name not in kept]:
                 waiting.pop(name, None)
@@ -329,18 +335,24 @@ class Ledger:
                 base=self._last_refits.get(engine, 0),
                 limit=self.run.version if self.run.incarnation else None,
                 undone=self._undone,
-                waiting=self._waiting_calls,
+                waiting=partial(self._waiting_calls, engine),
                 orphan_after=orphan_after if type(orphan_after) is int else ORPHAN_AFTER,
             )
         return refits
 
-    def _waiting_calls(self) -> set[str]:
-        """Names of the calls that groups wait with, of any engine: what cuts say of them stays."""
-        return {call.call for group in self._waiting.values() for call in group.calls}
+    def _waiting_calls(self, engine: str) -> Set[str]:
+        """The calls of an engine that groups wait with: what cuts say of them stays."""
+        if self._calls_waiting is None:
+            by_engine = self._calls_waiting = defaultdict[str, set[str]](set)
+            for group in self._waiting.values():
+                for call in () if group.restored else group.calls:
+                    by_engine[call.engine].add(call.call)
+        return self._calls_waiting.get(engine, frozenset())
 
     def _release(self, name: str) -> None:
         """A group is dropped, or another one comes in its place."""
         group = self._waiting.pop(name)
+        self._calls_waiting = None
         if not group.restored:
             for call in group.calls:
                 self._refits(call.engine).left(call)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Set
+from itertools import chain
 from operator import lt
 
 import msgspec
@@ -48,8 +49,8 @@ class Listings:
     """The calls of one engine that cuts list, or may still list.
 
     Args:
-        waiting: names the calls of the groups that are published and may still be trained. It is
-            asked when something could be forgotten, so that a publish has nothing to note.
+        waiting: names the engine's calls in groups that are published and may still be trained. It
+            is asked when something could be forgotten, so that a publish has nothing to note.
     """
 
     def __init__(self, waiting: Callable[[], Set[str]]) -> None:
@@ -61,7 +62,8 @@ class Listings:
         self._listed_at: defaultdict[int, list[str]] = defaultdict(list)
         """Calls by the refit whose cut lists them."""
         self._left_at: defaultdict[int, list[Listing]] = defaultdict(list)
-        """Calls by the refit after which a group with them left."""
+        """Calls by the refit after which a group with them left; each stands here once, perhaps
+        earlier than it left last."""
         self._tidied = 0
         self._waiting = waiting
 
@@ -105,15 +107,14 @@ class Listings:
     def void(self, refit: int) -> None:
         """The cut of this refit counts no more."""
         for call in [call for call, listing in self.listed.items() if refit in listing.refits]:
-            listing, is_unclaimed = self.listed[call], call in self._unclaimed
+            listing = self.listed[call]
             counts = listing.counts
             del counts[refit]
-            if is_unclaimed:
-                listing.since = listing.touched
+            listing.since = listing.touched
             _note(listing, counts)
             if not counts:
                 del self.listed[call]
-                if is_unclaimed:
+                if call in self._unclaimed:
                     self._unclaimed.remove(call)
                 else:
                     self._unlisted[call] = listing
@@ -125,14 +126,17 @@ class Listings:
         listing = self.listed.get(call) or self._unlisted.get(call)
         if listing is None:
             listing = self._unlisted[call] = Listing(call)
+            self._left_at[last].append(listing)
         self.left_listed([listing], last)
 
     def left_listed(self, listings: list[Listing], last: int) -> None:
         """The same of calls whose listings are at hand."""
-        self._unclaimed.difference_update([listing.call for listing in listings])
-        self._left_at[last] += listings
+        unclaimed, left = self._unclaimed, self._left_at[last]
         for listing in listings:
             listing.since = last
+            if listing.call in unclaimed:
+                unclaimed.remove(listing.call)
+                left.append(listing)
 
     def forget(self, oldest: int, last: int) -> list[tuple[int, ...]]:
         """Forget the calls of which nothing was heard after refit ``oldest``, but for those of
@@ -164,20 +168,16 @@ class Listings:
     def _forget_published(self, oldest: int, last: int) -> None:
         numbers = [number for number in self._left_at if number <= oldest]
         waiting = self._waiting() if numbers else frozenset[str]()
-        for number in numbers:
-            for listing in self._left_at.pop(number):
-                refits = listing.refits
-                if listing.since != number:
-                    continue  # it has left again
-                if listing.call in waiting:
-                    listing.since = last
-                elif refits and refits[-1] > oldest:
-                    listing.since = refits[-1]
-                else:
-                    listing.since = -1  # it may stand here twice
-                    del (self.listed if refits else self._unlisted)[listing.call]
-                    continue
+        for listing in chain.from_iterable([self._left_at.pop(number) for number in numbers]):
+            refits, waits = listing.refits, listing.call in waiting
+            if waits:
+                listing.since = last
+            elif refits and refits[-1] > oldest:
+                listing.since = refits[-1]
+            if waits or listing.since > oldest:
                 self._left_at[listing.since].append(listing)
+            else:
+                del (self.listed if refits else self._unlisted)[listing.call]
 
 
 def _note(listing: Listing, counts: Counts) -> None:

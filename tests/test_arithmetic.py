@@ -1016,6 +1016,27 @@ def test_a_published_call_is_no_orphan_whatever_comes_late() -> None:
     assert ledger.orphans == 0
 
 
+def test_void_cut_keeps_the_evidence_of_a_call_for_as_long() -> None:
+    """It was heard of at that refit, which another group with the call may come after."""
+    check(
+        started(0, start=0, about={"orphan_after": 4}),
+        trained(0, 0),
+        cut(1, 1, c=10),
+        done(1, 1),
+        published("g", call("c", 0, 12, after=0)),
+        trained(1, 1, "g"),
+        cut(5, 2, c=30),
+        aborted(5, 2),
+        cut(8, 2),
+        published("h", call("c", 0, 40, after=0)),
+        trained(2, 2, "h"),
+        batch_age=Fraction(10 * 2 + 30 * 1, 40),
+        coverage=Fraction(10, 40),
+        age_lo=Fraction(10 * 2, 40),
+        age_hi=Fraction(10 * 2 + 30 * 1, 40),
+    )
+
+
 def test_repeated_cut_replaces_the_first() -> None:
     """Of two cuts of one refit the second counts."""
     check(

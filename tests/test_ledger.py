@@ -225,6 +225,38 @@ def test_trained_calls_are_no_orphans() -> None:
     assert made.spans(Call(call="x", engine="e", version=0, tokens=30, after=0)) == [(0, 30, 0, 0)]
 
 
+@pytest.mark.parametrize(
+    "waits",
+    [
+        published("g", call("x", 0, 5, engine="b")),
+        published("g", call("x", 0, 5, after=0), restored=True),
+    ],
+)
+def test_orphan_with_the_name_of_a_waiting_call(waits: Event) -> None:
+    """That is another call: of another engine, or of before the run was resumed."""
+    few = {"orphan_after": 2}
+    refits = [line for n in (2, 3) for line in (cut(n, n), done(n, n))]
+    made = ledger(started(3, start=0, about=few), waits, cut(1, 1, x=3), done(1, 1), *refits)
+    assert made.orphans == 1
+    other = Call(call="y", engine="e", version=0, tokens=10, after=0)
+    assert made.spans(other) == [(0, 10, 0, 1)]
+    mine = published("g", call("x", 0, 5, after=0))
+    made = ledger(started(3, start=0, about=few), mine, cut(1, 1, x=3), done(1, 1), *refits)
+    assert made.orphans == 0
+    assert made.spans(other) == [(0, 10, 0, 0)]
+
+
+def test_kept_groups_take_no_more_room_at_each_step() -> None:
+    """A call that a group leaves with again and again is noted once."""
+    calls = [call(f"c{n}", 0, 9, after=0) for n in range(5)]
+    made = ledger(started(0), cut(1, 0, c0=1), done(1, 0), published("k", *calls))
+    for step in range(50):
+        take(made, trained(step, step, batches=[["k"], ["k"]], kept=["k"]))
+        take(made, cut(step + 2, step), done(step + 2, step))
+    left = made._engines["e"].calls._left_at
+    assert sum(map(len, left.values())) == len(calls)
+
+
 def test_a_version_without_tokens_is_not_the_newest() -> None:
     """What a group gained in flight ends at the newest version that a token of it has."""
     made = ledger(started(9), published("g", tokens={"1": 10, "2": 0}))

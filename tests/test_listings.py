@@ -236,6 +236,7 @@ def test_everything_is_forgotten_once(
         assert not gone & waiting
         assert sorted(orphans) == sorted(alone[name] for name in gone - claimed)
         claimed &= listings.listed.keys() | listings._unlisted.keys()
+        assert sum(map(len, listings._left_at.values())) == len(claimed)
     kept = {name for name in (*listings.listed, *listings._unlisted) if name in waiting}
     for _ in range(3):
         last += 100
