@@ -54,7 +54,7 @@ class _Path:
         counts = range(len(self.versions) - 1)
         sums = [sum([listing.places[n] for listing in self.listings]) for n in counts]
         reached = [0, *sums, self.tokens]
-        yield from zip(self.versions, map(sub, reached[1:], reached), strict=False)
+        yield from zip(self.versions, map(sub, reached[1:], reached), strict=True)
         self.tokens = 0
         self.added += self.listings
         self.listings.clear()

@@ -172,8 +172,8 @@ class Listings:
             refits, waits = listing.refits, listing.call in waiting
             if waits:
                 listing.since = last
-            elif refits and refits[-1] > oldest:
-                listing.since = refits[-1]
+            elif refits:
+                listing.since = listing.touched
             if waits or listing.since > oldest:
                 self._left_at[listing.since].append(listing)
             else:

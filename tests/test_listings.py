@@ -148,6 +148,16 @@ def test_what_left_lately_stays_though_it_was_listed_long_ago() -> None:
     listings.left("c", 20)
     assert (listings.forget(19, 40), listings.size) == ([], 1)
     assert (listings.forget(20, 50), listings.size) == ([], 0)
+    listings.take(51, {"d": 1})
+    listings.left("d", 51)
+    listings.left("d", 70)  # as with a group that is kept
+    assert (listings.forget(69, 90), listings.size) == ([], 1)
+    listings.take(72, {"d": 2})
+    listings.take(75, {"d": 3})
+    listings.void(75)
+    assert (listings.forget(71, 98), listings.size) == ([], 1)
+    assert (listings.forget(74, 110), listings.size) == ([], 1)
+    assert (listings.forget(75, 120), listings.size) == ([], 0)
 
 
 def test_orphan_of_a_repeated_cut_is_one() -> None:
