@@ -246,6 +246,40 @@ def test_orphan_with_the_name_of_a_waiting_call(waits: Event) -> None:
     assert made.spans(other) == [(0, 10, 0, 0)]
 
 
+FEW = {"orphan_after": 1}
+ORPHAN = [cut(1, 1, o=1), done(1, 1), cut(2, 2, x=1), done(2, 2)]
+"""At its end o is forgotten, after a look at who waits."""
+LATER = [line for n in range(3, 30) for line in (cut(n, n), done(n, n))]
+
+
+def test_a_group_that_is_published_after_a_look_at_who_waits() -> None:
+    """Its call is no orphan."""
+    mine = published("g", call("x", 0, 5, after=0))
+    assert ledger(started(30, start=0, about=FEW), *ORPHAN, mine, *LATER).orphans == 1
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [trained(0, 30, "g"), dropped("g"), published("g")],
+)
+def test_a_group_that_leaves_after_a_look_at_who_waits(leaves: Event) -> None:
+    """What cuts say of its calls is kept no more."""
+    mine = published("g", call("x", 0, 5, after=0))
+    start = started(30, start=0, about=FEW)
+    made = ledger(start, mine, *ORPHAN, leaves, *LATER)
+    assert made.orphans == 1
+    assert made._engines["e"].calls.size == 0
+
+
+def test_calls_that_waited_before_a_resume_are_no_more() -> None:
+    """One that is named alike is another call."""
+    mine = published("g", call("x", 0, 5, after=0))
+    again = started(30, incarnation=1, about=FEW)
+    more = [cut(3, 3, x=1), done(3, 3), cut(5, 5), done(5, 5)]
+    made = ledger(started(30, start=0, about=FEW), mine, *ORPHAN, again, *more)
+    assert made.orphans == 2
+
+
 def test_kept_groups_take_no_more_room_at_each_step() -> None:
     """A call that a group leaves with again and again is noted once."""
     calls = [call(f"c{n}", 0, 9, after=0) for n in range(5)]
