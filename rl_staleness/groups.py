@@ -222,7 +222,7 @@ class StepTokens:
                 by[versions] = by.get(versions, 0) + number
 
     def leave(self) -> None:
-        """The groups were trained: cuts are not asked for long what they say of their calls."""
+        """The groups were trained: what cuts say of their calls is kept for a while, not longer."""
         for kind in self._kinds.values():
             for path in filter(None, kind.paths.values()):
                 kind.refits.calls.left_listed(path.added, kind.refits.last)
