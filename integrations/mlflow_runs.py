@@ -37,8 +37,11 @@ ORIGIN = "staleness.replay_of"
 
 DRAWING_SECONDS = 3600.0
 
-RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-"""MLflow has no other switch."""
+SWITCHES = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+"""Of the environment: MLflow has no others."""
 
 _STATUS = {"finished": "FINISHED", None: "KILLED"}
 """Of a run that `replay` made, by how its trace ends; otherwise FAILED."""
@@ -217,8 +220,8 @@ def _attached(where: Run, trace: str) -> str | None:
 @contextmanager
 def _told(run: str) -> Generator[None]:
     """Whatever MLflow raises becomes one line, and within seconds: its retries take minutes."""
-    is_set = RETRIES in os.environ
-    os.environ.setdefault(RETRIES, "2")
+    ours = {name: value for name, value in SWITCHES.items() if name not in os.environ}
+    os.environ.update(ours)
     try:
         yield
     except Exception as error:
@@ -226,5 +229,5 @@ def _told(run: str) -> Generator[None]:
             raise
         raise DestinationError(f"MLflow run {run}: {one_line(error)}") from error
     finally:
-        if not is_set:
-            os.environ.pop(RETRIES, None)
+        for name in ours:
+            os.environ.pop(name, None)

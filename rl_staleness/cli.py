@@ -46,6 +46,8 @@ _COLUMNS: tuple[tuple[str, Callable[[StepStaleness], object]], ...] = (
 )
 
 
+_PAGE, _PICTURE = b"<!doctype html>", b"\x89PNG"
+
 WIDTH = 6
 """Of a number with three decimals, at least."""
 
@@ -182,16 +184,19 @@ def _add_output(command: argparse.ArgumentParser, default: str) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    _check_output(arguments.output)
     _write(arguments.output, report(arguments.trace).encode())
 
 
 def _plot(arguments: argparse.Namespace) -> None:
+    _check_output(arguments.output)
     _write(arguments.output, plot(arguments.trace))
 
 
 def _compare(arguments: argparse.Namespace) -> None:
     if len(arguments.sources) < 2:
         raise _Usage("compare: one run cannot be compared; name two or more")
+    _check_output(arguments.output)
     for source in arguments.sources:
         find_trace(source)
     views = compared(arguments.sources, tracking_uri=arguments.tracking_uri)
@@ -228,6 +233,20 @@ def _destination(arguments: argparse.Namespace) -> tuple[Product, dict[str, str 
     if arguments.tracking_uri is not None:
         raise _Usage("--tracking-uri: it is MLflow's, and the run is one of W&B")
     return "wandb", {}
+
+
+def _check_output(path: str) -> None:
+    """See that nothing is written over but a page or a picture: a trace is all that a run leaves.
+
+    Raises:
+        _Usage: something else stands there.
+    """
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        start = file.read(len(_PAGE))
+    if start and start.lower() != _PAGE and not start.startswith(_PICTURE):
+        raise _Usage(f"-o: {path} is there, and is no page or picture of ours; name another file")
 
 
 def _write(path: str, content: bytes) -> None:

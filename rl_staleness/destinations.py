@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from rl_staleness.events import RunStarted
+from rl_staleness.printable import printable
+from rl_staleness.trace import read
 
 __all__ = [
     "DestinationError",
@@ -72,6 +76,7 @@ def upload(trace: str, product: Product, *, run: str, **where: str | None) -> st
         DestinationError: it cannot be done.
         TraceError, OSError: the trace cannot be read.
     """
+    _check_is_its_own(trace, product, run, where)
     return str(_runs_of(product).upload(trace, run=run, **where))
 
 
@@ -81,6 +86,8 @@ def replay(trace: str, product: Product, *, run: str | None, **where: str | None
     Args:
         run: default one that is made for this trace.
     """
+    if run is not None:
+        _check_is_its_own(trace, product, run, where)
     return str(_runs_of(product).replay(trace, run=run, **where))
 
 
@@ -95,6 +102,37 @@ def in_scratch() -> Generator[str]:
     """A folder for files on their way."""
     with tempfile.TemporaryDirectory(prefix="rl_staleness-") as folder:
         yield folder
+
+
+def _check_is_its_own(
+    trace: str, product: Product, run: str, where: Mapping[str, str | None]
+) -> None:
+    """See that a run has no trace of another one, which would be hidden under this.
+
+    Raises:
+        DestinationError: it has.
+        TraceError, OSError: the trace cannot be read.
+    """
+    mine = _run_of(trace)
+    with in_scratch() as folder:
+        try:
+            there = fetch(product, run=run, folder=folder, **where)
+            theirs = _run_of(there) if isinstance(there, str) else mine
+        except ValueError:
+            return  # it has none, or cannot be asked: what is brought next says so
+    if theirs != mine:
+        raise DestinationError(
+            f"{run}: it has the trace of run {printable(theirs)}, and this one is of"
+            f" {printable(mine)}; name the run that it was, or replay it into one of its own"
+        )
+
+
+def _run_of(trace: str) -> str:
+    """The identity that a trace begins with."""
+    with closing(read(trace)) as events:
+        first = next(events)
+    assert isinstance(first, RunStarted)  # `read` takes no other
+    return first.run
 
 
 def _is_offline(run: str) -> bool:

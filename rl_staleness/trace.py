@@ -18,7 +18,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -48,7 +48,7 @@ _FIRST = b'{"event":"run_started"'
 _log = logging.getLogger(__name__)
 
 
-def read(path: str | os.PathLike[str]) -> Iterator[Event]:
+def read(path: str | os.PathLike[str]) -> Generator[Event]:
     """Read a trace as a stream; a name that ends in ``.gz`` is decompressed on the way.
 
     A torn last line is left out with a warning.

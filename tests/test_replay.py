@@ -323,6 +323,27 @@ def test_mlflow_upload_after_a_crash(
     assert points_of(store, run) == Counter()
 
 
+def test_mlflow_a_trace_of_another_run_is_not_hidden(
+    store: Any, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that names both runs; what the run had is what it has. A run's longer trace goes."""
+    run, whole = store.new_run(), Path(trace).read_bytes()
+    Path(trace).write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    assert main(["upload", trace, "--run", run, "--tracking-uri", store.uri]) == 0
+    Path(trace).write_bytes(whole)
+    assert main(["upload", trace, "--run", run, "--tracking-uri", store.uri]) == 0
+    other = str(tmp_path / "other.jsonl")
+    with StalenessCallback(trace=other, sinks=[], run="other") as staleness:
+        staleness.on_step([])
+    capsys.readouterr()
+    for command in ("upload", "replay"):
+        assert main([command, other, "--run", run, "--tracking-uri", store.uri]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{run}: it has the trace of run ") and said.count("\n") == 1
+        assert "this one is of other;" in said
+    assert gzip.decompress(store.content(run, f"staleness/{FILES[0]}", tmp_path)) == whole
+
+
 def test_mlflow_runs_that_are_not_there(
     store: Any, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -593,14 +614,24 @@ def test_wandb_upload_after_a_crash(trace: str, stub: Any) -> None:
     digest = json.loads(artifact["metadata"])["sha256"]
     assert stub.rows("r") == [{"_step": 0, "loss": 1.0}]
     empty = "empty.jsonl"
-    with StalenessCallback(trace=empty, sinks=[]):
-        pass
+    Path(empty).write_bytes(whole.splitlines(keepends=True)[0])
     live = wandb_live(empty)
     for once in (True, False):
         line = said("upload", trace, "--run", str(live.path.parent))
         assert ("nothing is changed" in line) != once
     (artifact,) = RunFile(folders()[-1]).of("artifact")
     assert json.loads(artifact.metadata)["sha256"] == digest
+
+
+def test_wandb_a_trace_of_another_run_is_not_hidden(trace: str) -> None:
+    """In a run on the disk; nothing is added to it."""
+    live = wandb_live(trace)
+    before = folders()
+    with StalenessCallback(trace="other.jsonl", sinks=[], run="other"):
+        pass
+    status, _, line = run_command("upload", "other.jsonl", "--run", str(live.path.parent))
+    assert (status, "this one is of other;" in line) == (2, True)
+    assert folders() == before
 
 
 def test_wandb_a_run_that_still_runs_is_left_alone(trace: str, stub: Any) -> None:

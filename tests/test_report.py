@@ -652,6 +652,29 @@ def test_report_and_plot_write_the_file_that_is_named(
     assert png_size((tmp_path / "p.png").read_bytes()) == picture_size()
 
 
+def test_only_a_page_or_a_picture_is_written_over(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trace, most of all, is all that a run has left."""
+    text, content = tmp_path / "notes.txt", trace.read_bytes()
+    text.write_text("mine")
+    for there in (trace, text):
+        for command in (
+            ["report", str(trace)],
+            ["plot", str(trace)],
+            ["compare", *[str(trace)] * 2],
+        ):
+            assert main([*command, "-o", str(there)]) == 2
+            said = capsys.readouterr()
+            told = f"rl-staleness: -o: {there} is there, and is no page or picture of ours; "
+            assert (said.out, said.err) == ("", f"{told}name another file\n")
+    assert (trace.read_bytes(), text.read_text()) == (content, "mine")
+    for name in ("r.html", "p.png", "empty"):
+        (tmp_path / name).touch()
+        for command in ("report", "plot", "report"):
+            assert main([command, str(trace), "-o", str(tmp_path / name)]) == 0
+
+
 def test_the_files_have_names_of_their_own(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
