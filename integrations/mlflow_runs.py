@@ -30,7 +30,7 @@ from rl_staleness.printable import printable
 from rl_staleness.replay import Origin, origin_of
 from rl_staleness.resume import counted_steps
 
-__all__ = ["fetch", "replay", "upload"]
+__all__ = ["fetch", "fetch_trace", "replay", "upload"]
 
 ORIGIN = "staleness.replay_of"
 """The tag of a run that `replay` made: what identifies the trace's run."""
@@ -102,14 +102,28 @@ def fetch(run: str, folder: str, *, tracking_uri: str | None) -> Fetched:
     """
     with _told(run):
         where = _existing(run, tracking_uri)
+        trace = _trace_in(where, folder)
+        if trace is not None:
+            return trace
         client = client_of(where.uri)
-        files = {file.path for file in client.list_artifacts(run, FOLDER)}
-        if f"{FOLDER}/{PACKED}" in files:
-            return str(client.download_artifacts(run, f"{FOLDER}/{PACKED}", folder))
         points = [point for key in KEYS for point in client.get_metric_history(run, key)]
     if not points:
         raise DestinationError(f"MLflow run {run}: it has no trace and no staleness metrics")
     return _logged(points)
+
+
+def fetch_trace(run: str, folder: str, *, tracking_uri: str | None) -> str | None:
+    """Fetch a run's trace into the folder; None: it has none. Errors are those of `upload`."""
+    with _told(run):
+        return _trace_in(_existing(run, tracking_uri), folder)
+
+
+def _trace_in(where: Run, folder: str) -> str | None:
+    client = client_of(where.uri)
+    files = {file.path for file in client.list_artifacts(where.id, FOLDER)}
+    if f"{FOLDER}/{PACKED}" not in files:
+        return None
+    return str(client.download_artifacts(where.id, f"{FOLDER}/{PACKED}", folder))
 
 
 def _logged(points: Iterable[Any]) -> list[Logged]:

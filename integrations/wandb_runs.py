@@ -19,12 +19,13 @@ from rl_staleness.artifacts import PACKED, pack
 from rl_staleness.attachments import Job
 from rl_staleness.destinations import DestinationError, Fetched, Logged, in_scratch
 from rl_staleness.integrations.wandb_files import TYPE, attach
+from rl_staleness.integrations.wandb_offline import OfflineRun
 from rl_staleness.integrations.wandb_rows import AXIS, HISTOGRAM, declare, row_of
 from rl_staleness.integrations.wandb_targets import NOTED, Target, existing, made_for, parts_of
 from rl_staleness.printable import printable
 from rl_staleness.replay import Origin, origin_of, timed_steps
 
-__all__ = ["fetch", "replay", "upload"]
+__all__ = ["fetch", "fetch_trace", "replay", "upload"]
 
 DRAWING_SECONDS = 3600.0
 
@@ -76,22 +77,44 @@ def fetch(run: str, folder: str) -> Fetched:
     """
     with _told(run) as wandb:
         if os.path.isdir(run):
-            runs = parts_of(run)
-            for artifact in reversed([a for part in runs for a in part.artifacts]):
-                if os.path.isfile(artifact.get(PACKED, "")):
-                    return artifact[PACKED]
-            rows = [row for part in runs for row in part.rows]
+            parts = parts_of(run)
+            trace = _trace_in(parts)
+            rows = [row for part in parts for row in part.rows] if trace is None else []
         else:
             there = wandb.Api().run(run)
-            found = [artifact for artifact in there.logged_artifacts() if artifact.type == TYPE]
-            if found:
-                newest = max(found, key=lambda artifact: str(artifact.created_at))
-                return str(newest.get_entry(PACKED).download(folder))
-            rows = list(there.scan_history())
+            trace = _trace_of(there, folder)
+            rows = list(there.scan_history()) if trace is None else []
+    if trace is not None:
+        return trace
     logged = {row[AXIS]: _logged(row) for row in rows if AXIS in row}
     if not logged:
         raise DestinationError(f"W&B run {run}: it has no trace and no staleness rows")
     return [logged[step] for step in sorted(logged)]
+
+
+def fetch_trace(run: str, folder: str) -> str | None:
+    """Fetch a run's trace into the folder; None: it has none. Errors are those of `upload`."""
+    with _told(run) as wandb:
+        if os.path.isdir(run):
+            return _trace_in(parts_of(run))
+        return _trace_of(wandb.Api().run(run), folder)
+
+
+def _trace_in(parts: list[OfflineRun]) -> str | None:
+    """The newest trace of a run on this disk."""
+    for artifact in reversed([artifact for part in parts for artifact in part.artifacts]):
+        if os.path.isfile(artifact.get(PACKED, "")):
+            return artifact[PACKED]
+    return None
+
+
+def _trace_of(run: Any, folder: str) -> str | None:
+    """The newest trace of a run on the server, fetched into the folder."""
+    found = [artifact for artifact in run.logged_artifacts() if artifact.type == TYPE]
+    if not found:
+        return None
+    newest = max(found, key=lambda artifact: str(artifact.created_at))
+    return str(newest.get_entry(PACKED).download(folder))
 
 
 def _brought(

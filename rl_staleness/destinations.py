@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rl_staleness.events import RunStarted
+from rl_staleness.events import TraceError
 from rl_staleness.printable import printable
-from rl_staleness.trace import read
+from rl_staleness.trace import run_of
 
 __all__ = [
     "DestinationError",
@@ -110,29 +110,21 @@ def _check_is_its_own(
     """See that a run has no trace of another one, which would be hidden under this.
 
     Raises:
-        DestinationError: it has.
+        DestinationError: it has, or cannot be asked.
         TraceError, OSError: the trace cannot be read.
     """
-    mine = _run_of(trace)
+    mine = run_of(trace)
     with in_scratch() as folder:
+        there = _runs_of(product).fetch_trace(run, folder, **where)
         try:
-            there = fetch(product, run=run, folder=folder, **where)
-            theirs = _run_of(there) if isinstance(there, str) else mine
-        except ValueError:
-            return  # it has none, or cannot be asked: what is brought next says so
+            theirs = mine if there is None else run_of(there)
+        except TraceError:
+            return  # what it has is no trace: nothing is hidden
     if theirs != mine:
         raise DestinationError(
             f"{run}: it has the trace of run {printable(theirs)}, and this one is of"
             f" {printable(mine)}; name the run that it was, or replay it into one of its own"
         )
-
-
-def _run_of(trace: str) -> str:
-    """The identity that a trace begins with."""
-    with closing(read(trace)) as events:
-        first = next(events)
-    assert isinstance(first, RunStarted)  # `read` takes no other
-    return first.run
 
 
 def _is_offline(run: str) -> bool:

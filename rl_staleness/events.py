@@ -179,10 +179,7 @@ class GroupDropped(_Line, frozen=True, tag="group_dropped"):
     calls: tuple[Call, ...] = ()
 
     def __post_init__(self) -> None:
-        for call in self.calls:  # nearly always there is nothing to check, and they are many
-            if call.spans is not None or call.trained is not None:
-                _check_calls(self.calls)
-                break
+        _check_calls(self.calls)
 
 
 class StepTrained(_Line, frozen=True, tag="step_trained"):

@@ -264,8 +264,9 @@ class Ledger:
         waiting, kept = self._waiting, set(event.kept or ())
         self._calls_waiting = None
         for batch in event.consumed:
-            for name in batch if not kept else [name for name in batch if name not in kept]:
-                waiting.pop(name, None)
+            for name in batch:
+                if name not in kept:
+                    waiting.pop(name, None)
         if self._found_before:
             found = self._found_before
             self._found_before = {name: found[name] for name in found if name in waiting}

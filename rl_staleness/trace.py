@@ -18,7 +18,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -29,7 +29,7 @@ from rl_staleness.events import Event, Gap, RunStarted, TraceError, decode, enco
 from rl_staleness.ledger import Ledger
 from rl_staleness.staleness import StepStaleness
 
-__all__ = ["TraceWriter", "numbered_events", "read", "steps"]
+__all__ = ["TraceWriter", "numbered_events", "read", "run_of", "steps"]
 
 LONGEST_LINE = 1 << 26
 """Bytes; a longer line is an error, so that rubbish cannot fill the memory."""
@@ -48,7 +48,7 @@ _FIRST = b'{"event":"run_started"'
 _log = logging.getLogger(__name__)
 
 
-def read(path: str | os.PathLike[str]) -> Generator[Event]:
+def read(path: str | os.PathLike[str]) -> Iterator[Event]:
     """Read a trace as a stream; a name that ends in ``.gz`` is decompressed on the way.
 
     A torn last line is left out with a warning.
@@ -73,7 +73,7 @@ def numbered_events(
     with _opened(path) as file:
         lines = iter(partial(file.readline, LONGEST_LINE), b"")
         if os.fspath(path).endswith(".gz"):
-            lines = _sane(lines, path)
+            lines = _limited(lines, path)
         try:
             for number, line in enumerate(lines, start=1):
                 if len(line) >= LONGEST_LINE and not line.endswith(b"\n"):
@@ -96,6 +96,13 @@ def numbered_events(
             raise TraceError(f"{path}:{number + 1}: line: not readable as gzip: {error}") from error
     if not number:
         raise TraceError(f"{path}:1: line: the file holds no trace")
+
+
+def run_of(path: str | os.PathLike[str]) -> str:
+    """The identity of the run whose trace stands there; errors are those of `read`."""
+    first = next(read(path))
+    assert isinstance(first, RunStarted)  # `read` takes no other
+    return first.run
 
 
 def steps(path: str | os.PathLike[str]) -> Iterator[StepStaleness]:
@@ -255,7 +262,7 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
     return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)
 
 
-def _sane(lines: Iterator[bytes], path: str | os.PathLike[str]) -> Iterator[bytes]:
+def _limited(lines: Iterator[bytes], path: str | os.PathLike[str]) -> Iterator[bytes]:
     """The lines of a packed trace, as far as a real one could hold them."""
     left = max(LONGEST_LINE, MOST_UNPACKED * os.stat(path).st_size)
     for number, line in enumerate(lines, start=1):
@@ -319,15 +326,13 @@ def _lock(file: int) -> bool:
 def _run(path: Path) -> str | None:
     """The run whose trace stands there; None: it died while it wrote the first line."""
     try:
-        first = next(read(path))
+        return run_of(path)
     except TraceError as error:
         with open(path, "rb") as file:
             start = file.read(len(_FIRST))
         if "holds no trace" not in str(error) or not _FIRST.startswith(start):
             raise TraceError(f"trace: {error}; pass trace= another file") from error
         return None
-    assert isinstance(first, RunStarted)
-    return first.run
 
 
 def _mend(path: Path) -> int:
